@@ -1,0 +1,265 @@
+"""The one class that knows page states: `PageTable`, used for device pools and for host staging.
+
+    FREE → RESERVED → LOADING | COMPUTING → READY ⇄ BACKING_UP → FREEING | QUARANTINED → FREE
+
+A page that is not FREE is kept alive by holds (rows and transfers that use it now) and by control's
+claim (an extent that control was given and has not freed). Without either it is FREE again; with
+holds alone, after control freed it, it is FREEING. QUARANTINED is a page whose operation was given
+up (timed out, cancelled) while something may still write into it: its hold is returned only by the
+late completion.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.errors import CapacityError, IntegrityError, StaleHandleError
+from kvstrata.handles import CacheExtentRef, Extents, PageRun, Tier
+
+Pages = npt.NDArray[np.int64]
+"""Page numbers of one pool, one dimension, int64."""
+
+
+class PageState(enum.IntEnum):
+    FREE = 0
+    RESERVED = 1
+    LOADING = 2
+    COMPUTING = 3
+    READY = 4
+    BACKING_UP = 5
+    FREEING = 6
+    QUARANTINED = 7
+
+
+_FILLING = (PageState.RESERVED, PageState.LOADING, PageState.COMPUTING)
+_READABLE = (PageState.READY, PageState.BACKING_UP)
+
+
+def stamps() -> Iterator[int]:
+    """Generation numbers: 1, 2, 3 … A runtime may use any source that never repeats."""
+    return itertools.count(1)
+
+
+class PageTable:
+    """States, stamps, holds and claims of the pages of one pool in one tier.
+
+    Not locked: the runtime calls it under its own lock. All page lists are int64 arrays without
+    repeats. `order` is the order in which pages are handed out at first (a test permutes it).
+    """
+
+    def __init__(
+        self,
+        runtime_id: int,
+        tier: Tier,
+        pool: str,
+        total: int,
+        *,
+        stamp_source: Iterator[int] | None = None,
+        order: Pages | None = None,
+    ) -> None:
+        self.runtime_id, self.tier, self.pool, self.total = runtime_id, tier, pool, total
+        self._stamps = stamp_source or stamps()
+        self._state = np.zeros(total, np.uint8)
+        self._stamp = np.zeros(total, np.uint64)
+        self._holds = np.zeros(total, np.int32)
+        self._backups = np.zeros(total, np.int32)
+        self._claimed = np.zeros(total, np.bool_)
+        first = np.arange(total, dtype=np.int64) if order is None else order.astype(np.int64)
+        self._free_stack = first[::-1].copy()
+        self._free = total
+
+    # ── taking and filling ───────────────────────────────────────────────────────────────────────
+
+    @property
+    def free(self) -> int:
+        return self._free
+
+    @property
+    def freeing(self) -> int:
+        """Pages that become free by themselves, when transfers end."""
+        state = self._state
+        return int(np.count_nonzero(state >= PageState.FREEING))
+
+    def reserve(self, count: int) -> Pages:
+        """Take `count` pages, all or none: RESERVED, one hold each, one new stamp for all."""
+        if count > self._free:
+            raise CapacityError(
+                f"{self.tier.name} pool {self.pool!r}",
+                need=count,
+                free=self._free,
+                freeing=self.freeing,
+            )
+        pages = self._free_stack[self._free - count : self._free][::-1].copy()
+        self._free -= count
+        self._state[pages] = PageState.RESERVED
+        self._stamp[pages] = next(self._stamps)
+        self._holds[pages] = 1
+        return pages
+
+    def begin_load(self, pages: Pages) -> None:
+        self._move(pages, (PageState.RESERVED,), PageState.LOADING)
+
+    def begin_compute(self, pages: Pages) -> None:
+        self._move(pages, (PageState.RESERVED,), PageState.COMPUTING)
+
+    def ready(self, pages: Pages) -> None:
+        """The last byte is there. A page that was given up meanwhile stays as it is."""
+        filling = pages[np.isin(self._state[pages], _FILLING)]
+        if len(filling) != len(pages):
+            self._expect(pages, (*_FILLING, PageState.FREEING, PageState.QUARANTINED))
+        self._state[filling] = PageState.READY
+
+    # ── holds and claims ─────────────────────────────────────────────────────────────────────────
+
+    def hold(self, pages: Pages) -> None:
+        """One more user of readable pages."""
+        self._expect(pages, _READABLE)
+        self._holds[pages] += 1
+
+    def release(self, pages: Pages) -> None:
+        """One user less; pages that nobody holds or claims become FREE."""
+        if (self._holds[pages] <= 0).any():
+            raise IntegrityError(f"{self}: release without a hold: {pages[:8]}")
+        self._holds[pages] -= 1
+        self._settle(pages)
+
+    def begin_backup(self, pages: Pages) -> None:
+        """Hold READY pages for a copy out of them."""
+        self.hold(pages)
+        self._backups[pages] += 1
+        self._state[pages] = PageState.BACKING_UP
+
+    def end_backup(self, pages: Pages) -> None:
+        if (self._backups[pages] <= 0).any():
+            raise IntegrityError(f"{self}: end_backup without begin_backup: {pages[:8]}")
+        self._backups[pages] -= 1
+        over = pages[(self._backups[pages] == 0) & (self._state[pages] == PageState.BACKING_UP)]
+        self._state[over] = PageState.READY
+        self.release(pages)
+
+    def quarantine(self, pages: Pages) -> None:
+        """Give up a fill whose writer may still be at work; its `release` frees the pages."""
+        self._move(pages, _FILLING, PageState.QUARANTINED)
+
+    def claim(self, pages: Pages) -> Extents:
+        """Hand READY pages to control, as extents with one generation each."""
+        self._expect(pages, _READABLE)
+        if self._claimed[pages].any():
+            raise IntegrityError(f"{self}: claimed twice: {pages[:8]}")
+        self._claimed[pages] = True
+        return self._extents(pages)
+
+    def unclaim(self, pages: Pages) -> None:
+        """Control gave its claim up; pages in use become FREEING, others FREE."""
+        if not self._claimed[pages].all():
+            raise IntegrityError(f"{self}: freed twice: {pages[:8]}")
+        self._claimed[pages] = False
+        used = pages[self._holds[pages] > 0]
+        self._state[used] = PageState.FREEING
+        self._settle(pages)
+
+    def is_free(self, pages: Pages, generation: int) -> bool:
+        """Whether all of `pages`, stamped `generation`, were freed (used again counts as freed)."""
+        return not (self._stamp[pages] == generation).any()
+
+    def pages_of(self, extent: CacheExtentRef) -> Pages:
+        """The pages of an extent that control holds. Raises StaleHandleError for any other."""
+        pages = pages_of_runs(extent.page_runs)
+        known = extent.runtime_id == self.runtime_id and extent.tier == self.tier and len(pages) > 0
+        known = known and 0 <= int(pages.min()) and int(pages.max()) < self.total
+        if not known or len(np.unique(pages)) != len(pages):
+            raise StaleHandleError(f"{self}: not an extent of this pool: {extent}")
+        if not (self._claimed[pages] & (self._stamp[pages] == extent.generation)).all():
+            raise StaleHandleError(f"{self}: stale extent, freed or used again: {extent}")
+        return pages
+
+    def readable(self, pages: Pages) -> bool:
+        return bool(np.isin(self._state[pages], _READABLE).all())
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _extents(self, pages: Pages) -> Extents:
+        out: list[CacheExtentRef] = []
+        marks = self._stamp[pages]
+        borders = np.flatnonzero(marks[1:] != marks[:-1]) + 1
+        for part in np.split(pages, borders) if len(pages) else []:
+            generation = int(self._stamp[part[0]])
+            runs = runs_of_pages(part)
+            out.append(CacheExtentRef(self.runtime_id, generation, self.tier, self.pool, runs))
+        return tuple(out)
+
+    def _settle(self, pages: Pages) -> None:
+        gone = pages[(self._holds[pages] == 0) & ~self._claimed[pages]]
+        if not len(gone):
+            return
+        self._state[gone] = PageState.FREE
+        self._stamp[gone] = 0
+        self._free_stack[self._free : self._free + len(gone)] = gone[::-1]
+        self._free += len(gone)
+
+    def _move(self, pages: Pages, allowed: tuple[PageState, ...], to: PageState) -> None:
+        self._expect(pages, allowed)
+        self._state[pages] = to
+
+    def _expect(self, pages: Pages, allowed: tuple[PageState, ...]) -> None:
+        ok = np.isin(self._state[pages], allowed)
+        if not ok.all():
+            bad = int(pages[~ok][0])
+            state = PageState(int(self._state[bad])).name
+            names = "|".join(s.name for s in allowed)
+            raise IntegrityError(f"{self}: page {bad} is {state}, not {names}")
+
+    def counts(self) -> dict[str, int]:
+        """Pages by state, for reports and tests."""
+        found = np.bincount(self._state, minlength=len(PageState))
+        return {state.name.lower(): int(found[state]) for state in PageState}
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when any invariant of the table is broken."""
+        free_pages = self._free_stack[: self._free]
+        is_free = self._state == PageState.FREE
+        idle = (self._holds == 0) & ~self._claimed
+        checks = {
+            "free list repeats a page": len(np.unique(free_pages)) == self._free,
+            "free list and states differ": bool(is_free[free_pages].all())
+            and int(is_free.sum()) == self._free,
+            "FREE and idle differ": bool((is_free == idle).all()),
+            "a FREE page has a stamp": bool((self._stamp[is_free] == 0).all()),
+            "negative holds": bool((self._holds >= 0).all() and (self._backups >= 0).all()),
+            "more backups than holds": bool((self._backups <= self._holds).all()),
+            "BACKING_UP without a backup": bool(
+                (self._backups[self._state == PageState.BACKING_UP] > 0).all()
+            ),
+            "claimed page that is not readable": bool(
+                np.isin(self._state[self._claimed], _READABLE).all()
+            ),
+        }
+        broken = [name for name, holds in checks.items() if not holds]
+        if broken:
+            raise IntegrityError(f"{self}: {', '.join(broken)}")
+
+    def __repr__(self) -> str:
+        return f"PageTable({self.tier.name} {self.pool!r}, {self._free}/{self.total} free)"
+
+
+def pages_of_runs(runs: tuple[PageRun, ...]) -> Pages:
+    if len(runs) == 1:
+        return np.arange(runs[0].first_page, runs[0].first_page + runs[0].page_count, dtype=np.int64)
+    if not runs:
+        return np.empty(0, np.int64)
+    parts = [np.arange(r.first_page, r.first_page + r.page_count, dtype=np.int64) for r in runs]
+    return np.concatenate(parts)
+
+
+def runs_of_pages(pages: Pages) -> tuple[PageRun, ...]:
+    """The shortest list of runs that names `pages` in their order."""
+    borders: Any = np.flatnonzero(np.diff(pages) != 1) + 1
+    starts = [0, *borders.tolist()]
+    ends = [*borders.tolist(), len(pages)]
+    return tuple(PageRun(int(pages[a]), b - a) for a, b in zip(starts, ends, strict=True))
