@@ -38,6 +38,7 @@ class SharedRegion:
                 where=Where(key="staging.bytes"),
                 remedy="make staging.bytes smaller, or raise the memory limit (ulimit -v, cgroup)",
             ) from exc
+        self.view = memoryview(self._map)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:

@@ -172,7 +172,7 @@ class PageTable:
         """The pages of an extent that control holds. Raises StaleHandleError for any other."""
         pages = pages_of_runs(extent.page_runs)
         known = extent.runtime_id == self.runtime_id and extent.tier == self.tier and len(pages) > 0
-        known = known and 0 <= int(pages.min()) and int(pages.max()) < self.total
+        known = known and int(pages.min()) >= 0 and int(pages.max()) < self.total
         if not known or len(np.unique(pages)) != len(pages):
             raise StaleHandleError(f"{self}: not an extent of this pool: {extent}")
         if not (self._claimed[pages] & (self._stamp[pages] == extent.generation)).all():
@@ -250,7 +250,9 @@ class PageTable:
 
 def pages_of_runs(runs: tuple[PageRun, ...]) -> Pages:
     if len(runs) == 1:
-        return np.arange(runs[0].first_page, runs[0].first_page + runs[0].page_count, dtype=np.int64)
+        return np.arange(
+            runs[0].first_page, runs[0].first_page + runs[0].page_count, dtype=np.int64
+        )
     if not runs:
         return np.empty(0, np.int64)
     parts = [np.arange(r.first_page, r.first_page + r.page_count, dtype=np.int64) for r in runs]

@@ -7,7 +7,6 @@ tensor or a stream in them. Ids are the runtime's; nobody else does arithmetic o
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 
 import msgspec
 
@@ -66,9 +65,7 @@ class CacheExtentRef(msgspec.Struct, frozen=True, array_like=True):
             if first < last:
                 runs.append(PageRun(run.first_page + first, last - first))
             at += run.page_count
-        return CacheExtentRef(
-            self.runtime_id, self.generation, self.tier, self.pool, tuple(runs)
-        )
+        return CacheExtentRef(self.runtime_id, self.generation, self.tier, self.pool, tuple(runs))
 
 
 Extents = tuple[CacheExtentRef, ...]
@@ -104,19 +101,3 @@ def slice_extents(extents: Extents, start: int, stop: int) -> Extents:
                 out.append(extent if whole else extent.slice(first, last))
             at += count
     return tuple(out)
-
-
-def runs_of(pages: Iterable[int]) -> tuple[PageRun, ...]:
-    """The shortest list of runs that names `pages` in their order."""
-    runs: list[PageRun] = []
-    first = last = -1
-    for page in pages:
-        if first >= 0 and page == last + 1:
-            last = page
-            continue
-        if first >= 0:
-            runs.append(PageRun(first, last - first + 1))
-        first = last = page
-    if first >= 0:
-        runs.append(PageRun(first, last - first + 1))
-    return tuple(runs)
