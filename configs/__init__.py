@@ -1,1 +1,43 @@
-"""TODO"""
+"""Configuration: TOML files to checked values. `load_config` is the one way in.
+
+The folder also holds the configurations that the project ships (`*.toml`).
+"""
+
+from kvstrata.configs.load import load_config
+from kvstrata.configs.schema import (
+    BackendConfig,
+    ByteSize,
+    Component,
+    ComponentConfig,
+    Config,
+    DeviceConfig,
+    L3Config,
+    NamespaceConfig,
+    PoliciesConfig,
+    PoolsConfig,
+    SchedulerConfig,
+    Secret,
+    StagingConfig,
+)
+from kvstrata.configs.sizes import format_size, parse_size
+from kvstrata.configs.source import ConfigSource
+
+__all__ = [
+    "BackendConfig",
+    "ByteSize",
+    "Component",
+    "ComponentConfig",
+    "Config",
+    "ConfigSource",
+    "DeviceConfig",
+    "L3Config",
+    "NamespaceConfig",
+    "PoliciesConfig",
+    "PoolsConfig",
+    "SchedulerConfig",
+    "Secret",
+    "StagingConfig",
+    "format_size",
+    "load_config",
+    "parse_size",
+]
