@@ -100,7 +100,8 @@ class _Scanner:
             self._arrays[keys] = index
             self.lines.setdefault(keys, line)
             keys = (*keys, index)
-        self.lines.setdefault(keys, line)
+        for end in range(1, len(keys) + 1):
+            self.lines.setdefault(keys[:end], line)
         return keys
 
     def _resolve(self, keys: Keys) -> Keys:

@@ -17,7 +17,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"(\d{1,24}(?:\.\d{1,9})?)\s*([a-zA-Z]*)")
+_SIZE = re.compile(r"(\d{1,24}(?:\.\d{1,9})?)\s*([a-zA-Z]*)", re.ASCII)
 
 
 def parse_size(text: str) -> int:

@@ -1,0 +1,60 @@
+# Everything a fresh machine needs is `make run` and `make test`.
+# Needs python3 (3.11 or newer) and make; the rest goes into .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-done
+CONFIG ?= configs/local.toml
+# A part of the test run at most this many tests in parallel.
+JOBS   ?= 2
+TRACE  ?= ../shared/traces/conversation.jsonl
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format replay-full clean
+
+help: ## Say what can be made
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(STAMP) ## Make .venv and install the package in it; nothing to do the second time
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
+	  echo "python3 cannot make a virtual environment; installing python3-venv"; \
+	  sudo=""; test "$$(id -u)" = 0 || sudo=sudo; \
+	  $$sudo apt-get update -q && $$sudo apt-get install -qy python3-venv && \
+	  $(PYTHON) -m venv --clear $(VENV); }
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+run: setup ## Replay the small trace that the package ships (CONFIG=configs/local.toml)
+	$(BIN)/kvstrata replay --config $(CONFIG)
+
+test: setup check ## All checks, then all tests with coverage
+	$(BIN)/pytest -n $(JOBS) --dist worksteal --cov --cov-report=term --cov-fail-under=90
+
+check: setup ## Format, lint, types, import contracts, tidy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/checks/test_tidy.py
+
+format: setup ## Format the code and mend what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+replay-full: setup ## Replay a whole trace in each replay configuration (TRACE=…)
+	@test -f "$(TRACE)" || { echo "there is no trace $(TRACE): make replay-full TRACE=FILE"; exit 2; }
+	for name in cache buffer-only; do \
+	  rm -rf "var/replay-$$name" && \
+	  $(BIN)/kvstrata replay --config "configs/replay-$$name.toml" --trace "$(TRACE)" \
+	    --batch 1 --decode none || exit $$?; \
+	done
+
+clean: ## Remove what was made, but not .venv and not var
+	rm -rf build dist *.egg-info src/*.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	  .hypothesis .import_linter_cache .coverage .coverage.*
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
