@@ -1,0 +1,51 @@
+"""What a storage worker counts. Guarded by the worker's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstrata.backends.base import PageResult
+from kvstrata.backends.jobs import Job, Operation
+from kvstrata.boundary import Outcome
+
+_MOVED = (Outcome.LOADED, Outcome.STORED)
+
+
+class Counters:
+    """Sums that only grow."""
+
+    def __init__(self) -> None:
+        self.pages: dict[Operation, dict[Outcome, int]] = {op: {} for op in Operation}
+        self.jobs = dict.fromkeys(Operation, 0)
+        self.calls = dict.fromkeys(Operation, 0)
+        self.bytes_moved = dict.fromkeys(Operation, 0)
+        self.queue_s = dict.fromkeys(Operation, 0.0)
+        self.io_s = dict.fromkeys(Operation, 0.0)
+        self.check_s = dict.fromkeys(Operation, 0.0)
+        self.late_pages = 0
+        self.corrupt_deleted = 0
+        self.callback_errors = 0
+
+    def add_job(self, job: Job) -> None:
+        self.jobs[job.operation] += 1
+        self.queue_s[job.operation] += job.queue_s
+
+    def add_outcome(self, operation: Operation, outcome: Outcome, pages: int) -> None:
+        if pages:
+            counts = self.pages[operation]
+            counts[outcome] = counts.get(outcome, 0) + pages
+
+    def add_results(self, operation: Operation, results: Sequence[PageResult]) -> None:
+        """Count page results; equal neighbours (nearly all) cost one dict access."""
+        if not results:
+            return
+        moved, run, last = 0, 0, results[0].outcome
+        for result in results:
+            if result.outcome is not last:
+                self.add_outcome(operation, last, run)
+                run, last = 0, result.outcome
+            run += 1
+            if last in _MOVED:
+                moved += result.nbytes
+        self.add_outcome(operation, last, run)
+        self.bytes_moved[operation] += moved

@@ -1,0 +1,161 @@
+"""The values a storage worker takes and gives, and its settings."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from kvstrata.backends.base import ObjectId, PageResult
+from kvstrata.boundary import Outcome
+
+
+class Operation(enum.Enum):
+    """What a job does, the most urgent first."""
+
+    LOOKUP = "lookup"
+    LOAD = "load"
+    DROP = "drop"
+    STORE = "store"
+
+    # Members are compared by identity and used as keys on every page: the default `__hash__` of
+    # an enum runs in Python.
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class PageIO:
+    """One page of a load or a store."""
+
+    object: ObjectId
+    parent: ObjectId | None
+    """The page before it in its chain; None at depth 0."""
+    depth: int
+    payload: memoryview
+    """Exactly the bytes of the page, format "B". Lent until `released` was called."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What became of a load or a store. The phases overlap with nothing and add up to its time."""
+
+    pages: tuple[PageResult, ...]
+    """One a page, in order; `nbytes` counts payload."""
+    queue_s: float = 0.0
+    """Waiting for a thread, for room, or for the store of a parent."""
+    io_s: float = 0.0
+    """In calls of the backend."""
+    check_s: float = 0.0
+    """Framing, checksums."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The worker's part of a backend's table in the config file."""
+
+    on_full: Literal["block", "drop"] = "block"
+    """A store that does not fit waits for room until its deadline, or is dropped at once."""
+    queue_pages: int = 16384
+    """Most pages that wait in each class (lookups, loads, stores); more are OVERLOADED."""
+    full_poll_s: float = 0.05
+    """How often a store that waits for room tries again, if the backend reports no eviction."""
+
+    def __post_init__(self) -> None:
+        if self.queue_pages < 1:
+            raise ValueError(f"queue_pages is {self.queue_pages}: give at least 1")
+        if not 0 < self.full_poll_s < math.inf:
+            raise ValueError(f"full_poll_s is {self.full_poll_s}: give seconds above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A snapshot. All but the `…_now` fields only ever grow. Keys are `Operation.value`."""
+
+    pages: dict[str, dict[Outcome, int]]
+    """Pages by operation and outcome. Lookups count EXISTS and MISSING, drops the same: EXISTS
+    was there and is deleted."""
+    jobs: dict[str, int]
+    """Jobs that were reported."""
+    calls: dict[str, int]
+    """Calls of the backend."""
+    bytes_moved: dict[str, int]
+    """Payload bytes of pages that were loaded or stored (not of those that existed)."""
+    queue_s: dict[str, float]
+    io_s: dict[str, float]
+    check_s: dict[str, float]
+    late_pages: int
+    """Pages whose call came back after their deadline; the result was thrown away."""
+    corrupt_deleted: int
+    """Corrupt objects that were deleted, so that they can be stored anew."""
+    callback_errors: int
+    """Callbacks that raised (a bug of the caller; logged)."""
+    abandoned_threads: int
+    """Threads that were stuck in the backend when `close` ran out of time."""
+    queued_pages_now: dict[str, int]
+    running_jobs_now: int
+    waiting_for_room_now: int
+    """Stores that wait because the backend is full."""
+
+
+class JobState(enum.Enum):
+    QUEUED = "queued"
+    WAITING = "waiting"
+    """A store whose parent, or the same page, is being stored by an earlier job."""
+    PARKED = "parked"
+    """A store that found the backend full."""
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Job:
+    """One submitted job: the worker's own record. Every field is guarded by the worker's lock."""
+
+    __slots__ = (
+        "check_s",
+        "count",
+        "deadline",
+        "dependents",
+        "done",
+        "io_s",
+        "items",
+        "limit",
+        "next",
+        "operation",
+        "queue_s",
+        "queued_at",
+        "released",
+        "reported",
+        "results",
+        "state",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        operation: Operation,
+        items: Sequence[Any],
+        deadline: float,
+        done: Callable[[Any], None],
+        released: Callable[[], None] | None,
+    ) -> None:
+        self.operation = operation
+        self.items = items
+        """`PageIO` for loads and stores, `ObjectId` for lookups and drops."""
+        self.deadline = deadline
+        self.done = done
+        self.released = released
+        self.state = JobState.QUEUED
+        self.reported = False
+        self.next = 0
+        """Items before this one have been handled."""
+        self.limit = len(items)
+        """Items from this one on are not tried: their parent was not stored."""
+        self.results: list[PageResult] = []
+        self.count = 0
+        self.waits = 0
+        self.dependents: list[Job] = []
+        self.queue_s = self.io_s = self.check_s = 0.0
+        self.queued_at = 0.0

@@ -1,0 +1,398 @@
+"""The worker that owns one backend instance: threads, queue, deadlines, one result a job.
+
+Deadlines are relative to the call. `done` is called exactly once a job, and so is `released`, in
+any order: after `released` no thread touches the buffers of the job any more. At a deadline a job
+that waits ends at once with both; one that is in the backend is reported as TIMEOUT at once and
+released when the call returns (what came late is thrown away and counted). Pages of earlier chunks
+of such a job keep their results.
+
+Callbacks run on threads of the worker, without a lock, never inside the call that submitted the
+job (after `close`, when there is no thread left, they do). They may submit further jobs; they do
+not block, and they must not call `flush` or `close`.
+
+Loads go ahead of stores, lookups ahead of both, also between the chunks of one job. Stores and
+drops leave one thread to loads and lookups if there are two. A store that finds the backend full
+waits in the queue, not on a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvstrata.backends.base import (
+    BackendContext,
+    Health,
+    HealthState,
+    ObjectId,
+    StorageBackend,
+    Usage,
+)
+from kvstrata.backends.framing import FrameIO
+from kvstrata.backends.jobs import (
+    Job,
+    JobResult,
+    Operation,
+    PageIO,
+    WorkerSettings,
+    WorkerStats,
+)
+from kvstrata.backends.schedule import Notice, Schedule
+from kvstrata.errors import KvstrataError, PluginError, StorageError
+
+__all__ = ["JobResult", "PageIO", "StorageWorker", "WorkerSettings", "WorkerStats"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_MAX_WAIT_S = 3600.0
+"""A longer wait would overflow on some platforms; the loop just waits again."""
+
+
+class Clock(Protocol):
+    """Seconds that only grow. A test's clock may have `wait(condition, timeout_s)` as well, which
+    stands for `condition.wait(timeout_s)` in its time."""
+
+    def __call__(self) -> float: ...
+
+
+class StorageWorker:
+    """See the module's docstring. Any thread may call any method."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: StorageBackend,
+        settings: WorkerSettings,
+        context: BackendContext,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self._backend = backend
+        self._context = dataclasses.replace(context, on_evicted=self._evicted)
+        self._on_evicted: Callable[[Sequence[ObjectId]], None] | None = context.on_evicted
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        """Worker threads wait here for jobs."""
+        self._alarm = threading.Condition(self._lock)
+        """The deadline thread waits here."""
+        self._quiet = threading.Condition(self._lock)
+        """`flush` and `close` wait here for jobs to end."""
+        self._schedule = Schedule(settings, 1)
+        self._wake_at = math.inf
+        self._undelivered = 0
+        self._started = self._closing = self._stopping = False
+        self._max_batch = 1
+        self._threads: list[threading.Thread] = []
+        self._abandoned = 0
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Open the backend and start the threads.
+
+        Raises what the backend raises if it is an error of this package (`ConfigError`,
+        `StorageError`), `StorageError` for anything else. Then nothing is left running.
+        """
+        assert not self._started, "start once"
+        try:
+            self._backend.open(self._context)
+            concurrency, self._max_batch = self._backend.concurrency, self._backend.max_batch
+        except KvstrataError:
+            raise
+        except Exception as error:
+            raise StorageError(
+                f"backend {self.name!r} cannot be opened: {type(error).__name__}: {error}"
+            ) from error
+        if concurrency < 1 or self._max_batch < 1:
+            self._backend.close(0)
+            raise PluginError(
+                f"backend {self.name!r} has concurrency {concurrency} and "
+                f"max_batch {self._max_batch}",
+                remedy="both are at least 1; the plugin needs a fix",
+            )
+        self._schedule = Schedule(self.settings, max(1, concurrency - 1))
+        self._started = True
+        targets = [self._serve] * concurrency + [self._watch]
+        for i, target in enumerate(targets):
+            role = "deadlines" if target == self._watch else str(i)
+            thread = threading.Thread(
+                target=target, name=f"kvstrata-{self.name}-{role}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until every job has ended and its callbacks have returned; False if time ran out."""
+        with self._lock:
+            return self._wait_quiet(self._is_idle, deadline_s)
+
+    def close(self, deadline_s: float) -> None:
+        """Stop within `deadline_s` in all.
+
+        Jobs that wait end as CANCELLED; those in the backend get most of the time to return, then
+        are reported as CANCELLED too. A thread that is stuck in the backend is abandoned, logged
+        and counted (`WorkerStats.abandoned_threads`); should it return some day, it releases the
+        buffers of its job and ends. Idempotent.
+        """
+        end = self._clock() + deadline_s
+        with self._lock:
+            if self._closing or not self._started:
+                self._closing = True
+                return
+            self._closing = True
+            self._schedule.cancel_waiting()
+            notices = self._take_notices()
+        self._deliver(notices)
+        with self._lock:
+            self._wait_quiet(lambda: self._schedule.running == 0, 0.8 * (end - self._clock()))
+            self._schedule.cancel_running()
+            self._stopping = True
+            notices = self._take_notices()
+            self._work.notify_all()
+            self._alarm.notify_all()
+        self._deliver(notices)
+        self._close_backend(end)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, min(end - self._clock(), _MAX_WAIT_S)))
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        with self._lock:
+            self._abandoned = len(stuck)
+        if stuck:
+            logger.error("backend %s: abandoned, stuck in the backend: %s", self.name, stuck)
+
+    # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
+
+    def lookup(
+        self, objects: Sequence[ObjectId], deadline_s: float, done: Callable[[int], None]
+    ) -> None:
+        """`done(n)`: the first `n` objects seem to exist; 0 after a failure or the deadline."""
+        self._submit(Operation.LOOKUP, objects, deadline_s, done, None)
+
+    def load(
+        self,
+        pages: Sequence[PageIO],
+        deadline_s: float,
+        done: Callable[[JobResult], None],
+        released: Callable[[], None],
+    ) -> None:
+        """Fill the payloads. Only a page with outcome LOADED holds what was stored.
+
+        A corrupt frame is deleted, so that the page can be stored anew.
+        """
+        self._submit(Operation.LOAD, pages, deadline_s, done, released)
+
+    def store(
+        self,
+        pages: Sequence[PageIO],
+        deadline_s: float,
+        done: Callable[[JobResult], None],
+        released: Callable[[], None],
+    ) -> None:
+        """Store the payloads, parents first. The prefix stays closed: after the first page that is
+        not stored the rest is PARENT_MISSING, in this job and in later ones that build on it."""
+        self._submit(Operation.STORE, pages, deadline_s, done, released)
+
+    def drop(
+        self, objects: Sequence[ObjectId], deadline_s: float, done: Callable[[int], None]
+    ) -> None:
+        """Delete. `done(n)`: how many were there and are gone."""
+        self._submit(Operation.DROP, objects, deadline_s, done, None)
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────
+
+    def stats(self) -> WorkerStats:
+        """A snapshot; cheap, waits for no backend."""
+        with self._lock:
+            schedule, counters = self._schedule, self._schedule.counters
+            return WorkerStats(
+                pages={op.value: dict(counts) for op, counts in counters.pages.items()},
+                jobs=_by_name(counters.jobs),
+                calls=_by_name(counters.calls),
+                bytes_moved=_by_name(counters.bytes_moved),
+                queue_s=_by_name(counters.queue_s),
+                io_s=_by_name(counters.io_s),
+                check_s=_by_name(counters.check_s),
+                late_pages=counters.late_pages,
+                corrupt_deleted=counters.corrupt_deleted,
+                callback_errors=counters.callback_errors,
+                abandoned_threads=self._abandoned,
+                queued_pages_now=schedule.queued_pages,
+                running_jobs_now=schedule.running,
+                waiting_for_room_now=schedule.waiting_for_room,
+            )
+
+    def usage(self) -> Usage:
+        """The backend's answer, in the calling thread; may block and raise `StorageError`."""
+        return self._backend.usage()
+
+    def health(self) -> Health:
+        """The backend's opinion and what the worker sees. May block as `usage` does."""
+        with self._lock:
+            overdue, abandoned = self._schedule.overdue(), self._abandoned
+        if abandoned:
+            return Health(HealthState.OPEN, f"{abandoned} threads are stuck in the backend")
+        if overdue:
+            return Health(HealthState.DEGRADED, f"{overdue} calls run past their deadline")
+        try:
+            return self._backend.health()
+        except Exception as error:  # noqa: BLE001 (a plugin's health check is no reason to fail)
+            return Health(HealthState.DEGRADED, f"health check failed: {error}")
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the worker's bookkeeping contradicts itself."""
+        with self._lock:
+            self._schedule.check_integrity()
+            assert self._undelivered >= 0
+            assert not self._stopping or self._closing
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _submit(
+        self,
+        operation: Operation,
+        items: Sequence[Any],
+        deadline_s: float,
+        done: Callable[[Any], None],
+        released: Callable[[], None] | None,
+    ) -> None:
+        assert self._started, "start the worker first"
+        now = self._clock()
+        job = Job(operation, tuple(items), now + deadline_s, done, released)
+        notices: list[Notice] = []
+        with self._lock:
+            self._schedule.submit(job, now)
+            if self._stopping:
+                notices = self._take_notices()
+            else:
+                self._wake()
+        self._deliver(notices)
+
+    def _is_idle(self) -> bool:
+        schedule = self._schedule
+        return schedule.idle and not schedule.has_notices and not self._undelivered
+
+    def _wake(self) -> None:
+        """Wake whom the last transition concerns. Needs the lock."""
+        if runnable := self._schedule.runnable():
+            self._work.notify(runnable)
+        if self._schedule.has_notices or self._schedule.next_wake() < self._wake_at:
+            self._alarm.notify()
+
+    def _take_notices(self) -> list[Notice]:
+        notices = self._schedule.take_notices()
+        self._undelivered += len(notices)
+        return notices
+
+    def _deliver(self, notices: list[Notice]) -> None:
+        """Run callbacks, without the lock. One that raises harms nobody else."""
+        if not notices:
+            return
+        errors = 0
+        for notice in notices:
+            try:
+                notice()
+            except BaseException:
+                errors += 1
+                logger.exception("backend %s: a callback raised", self.name)
+        with self._lock:
+            self._schedule.counters.callback_errors += errors
+            self._undelivered -= len(notices)
+            self._quiet.notify_all()
+
+    def _serve(self) -> None:
+        """A worker thread: take a job, run one chunk of it, again."""
+        frames = FrameIO(self.name, self._backend, self._max_batch)
+        schedule, clock = self._schedule, self._clock
+        while True:
+            with self._lock:
+                while (job := schedule.take(clock())) is None:
+                    if self._stopping:
+                        return
+                    self._work.wait()
+                items = job.items[job.next : min(job.next + self._max_batch, job.limit)]
+            chunk = frames.run(job.operation, items)
+            del items
+            with self._lock:
+                schedule.progress(job, chunk, clock())
+                notices = self._take_notices()
+                self._wake()
+                self._quiet.notify_all()
+            del job, chunk
+            self._deliver(notices)
+
+    def _watch(self) -> None:
+        """The deadline thread. It also runs the callbacks of jobs that were never queued."""
+        while True:
+            with self._lock:
+                while True:
+                    now = self._clock()
+                    self._schedule.expire(now)
+                    notices = self._take_notices()
+                    if notices or self._stopping:
+                        break
+                    self._wake_at = self._schedule.next_wake()
+                    if runnable := self._schedule.runnable():
+                        self._work.notify(runnable)
+                    self._wait(self._alarm, self._wake_at - now)
+                self._wake_at = -math.inf
+                self._wake()
+                stopping = self._stopping
+            self._deliver(notices)
+            if stopping:
+                return
+
+    def _evicted(self, objects: Sequence[ObjectId]) -> None:
+        """The backend made room: stores that wait for it try again."""
+        if self._on_evicted is not None:
+            try:
+                self._on_evicted(objects)
+            except Exception:
+                logger.exception("backend %s: on_evicted raised", self.name)
+        with self._lock:
+            if self._schedule.waiting_for_room:
+                self._schedule.unpark()
+                self._wake()
+
+    def _wait(self, condition: threading.Condition, timeout_s: float) -> None:
+        wait = getattr(self._clock, "wait", None)
+        if wait is not None:
+            wait(condition, timeout_s)
+        else:
+            condition.wait(min(max(timeout_s, 0.0), _MAX_WAIT_S))
+
+    def _wait_quiet(self, quiet: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for `quiet()`, which is asked with the lock held. Needs the lock."""
+        end = self._clock() + timeout_s
+        while not quiet():
+            left = end - self._clock()
+            if left <= 0:
+                return False
+            self._wait(self._quiet, left)
+        return True
+
+    def _close_backend(self, end: float) -> None:
+        """On a thread of its own: a `close` that hangs is abandoned like any other call."""
+
+        def close() -> None:
+            try:
+                self._backend.close(max(0.0, end - self._clock()))
+            except Exception:
+                logger.exception("backend %s: close failed", self.name)
+
+        thread = threading.Thread(target=close, name=f"kvstrata-{self.name}-close", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+def _by_name(values: dict[Operation, _T]) -> dict[str, _T]:
+    return {operation.value: value for operation, value in values.items()}
