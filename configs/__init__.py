@@ -19,7 +19,6 @@ from kvstrata.configs.schema import (
     Secret,
     StagingConfig,
 )
-from kvstrata.configs.sizes import format_size, parse_size
 from kvstrata.configs.source import ConfigSource
 
 __all__ = [
@@ -37,7 +36,5 @@ __all__ = [
     "SchedulerConfig",
     "Secret",
     "StagingConfig",
-    "format_size",
     "load_config",
-    "parse_size",
 ]

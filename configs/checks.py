@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstrata.configs.convert import nearest
-from kvstrata.configs.schema import ITEM_BYTES, Config
-from kvstrata.configs.sizes import format_size
+from kvstrata.configs.schema import ITEM_BYTES, ByteSize, Config
 from kvstrata.configs.source import Keys
 from kvstrata.errors import ConfigError
 from kvstrata.memory_limits import available_memory_bytes
+from kvstrata.units import format_size
 
 MIN_STAGING_PAGES = 4
 """Loads and stores each need a page under way and one behind it."""
@@ -149,11 +149,11 @@ def _check_geometry(config: Config) -> None:
 
 def _check_staging(config: Config) -> None:
     if config.staging_pages < MIN_STAGING_PAGES:
-        need = MIN_STAGING_PAGES * config.staging_page_bytes
+        need = ByteSize(MIN_STAGING_PAGES * config.staging_page_bytes)
         raise ConfigError(
             f"{format_size(config.staging.bytes)} hold {config.staging_pages} pages of "
             f"{format_size(config.page_bytes)}; at least {MIN_STAGING_PAGES} are needed",
-            remedy=f'use bytes = "{format_size(need)}" or more, or smaller pages',
+            remedy=f'use bytes = "{need.text}" or more, or smaller pages',
             where=config.where("staging", "bytes"),
         )
 

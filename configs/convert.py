@@ -11,9 +11,9 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 
 from kvstrata.configs.schema import ByteSize, Secret
-from kvstrata.configs.sizes import parse_size
 from kvstrata.configs.source import ConfigSource, Keys
 from kvstrata.errors import ConfigError, Where
+from kvstrata.units import parse_size
 
 T = TypeVar("T")
 

@@ -126,10 +126,11 @@ def _parse_override(override: str) -> tuple[Keys, Any]:
             where=where,
         )
     keys = tuple(int(k) if isinstance(k, str) and k.isdecimal() else k for k in keys)
-    return keys, _parse_value(right.strip(), where)
+    return keys, parse_value(right.strip(), where)
 
 
-def _parse_value(text: str, where: Where) -> Any:
+def parse_value(text: str, where: Where) -> Any:
+    """A value in TOML's syntax; what is none, and opens no quote or bracket, is a bare string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):

@@ -47,6 +47,14 @@ Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 class ByteSize(int):
     """A number of bytes above 0. In the file: an integer, or a string such as "64MiB"."""
 
+    @property
+    def text(self) -> str:
+        """The same number with the largest unit that divides it: "64MiB"."""
+        for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+            if self % factor == 0:
+                return f"{self // factor}{unit}"
+        return str(int(self))
+
 
 class Secret(str):
     """A string that no message, table or repr shows."""
@@ -243,10 +251,14 @@ class Config:
         return sum(c.page_bytes for c in self.components)
 
     @property
+    def req_to_token_bytes(self) -> int:
+        """The ReqToToken table: a row a request, a slot number (int32) a token."""
+        return self.pools.max_requests * self.pools.max_context_tokens * 4
+
+    @property
     def l1_bytes(self) -> int:
-        """Device memory: the pools and the ReqToToken table (int32)."""
-        table = self.pools.max_requests * self.pools.max_context_tokens * 4
-        return self.pools.pages * self.page_bytes + table
+        """Device memory: the pools and the ReqToToken table."""
+        return self.pools.pages * self.page_bytes + self.req_to_token_bytes
 
     @property
     def staging_pages(self) -> int:
