@@ -1,0 +1,36 @@
+"""The public names: adding or removing one is a decision, made here as well."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+PUBLIC: dict[str, str] = {
+    "kvstrata": "__version__",
+    "kvstrata.configs": """
+        BackendConfig ByteSize Component ComponentConfig Config ConfigSource DeviceConfig L3Config
+        NamespaceConfig PoliciesConfig PoolsConfig SchedulerConfig Secret StagingConfig load_config
+    """,
+    "kvstrata.tools": "",
+}
+"""Package → its `__all__`, sorted. Print one with
+`python -c "import kvstrata.configs as m; print(*sorted(m.__all__))"`."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_as_pinned(name: str) -> None:
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == sorted(PUBLIC[name].split())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_exist_and_are_listed_once(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    missing = [n for n in module.__all__ if not hasattr(module, n)]
+    assert not missing
+
+
+def test_every_package_is_pinned(packages: tuple[str, ...]) -> None:
+    assert set(PUBLIC) == {"kvstrata", *(f"kvstrata.{name}" for name in packages)}
