@@ -13,7 +13,9 @@ from kvstrata.configs.convert import nearest
 from kvstrata.configs.schema import ITEM_BYTES, ByteSize, Config
 from kvstrata.configs.source import Keys
 from kvstrata.errors import ConfigError
+from kvstrata.handles import StagingMode
 from kvstrata.memory_limits import available_memory_bytes
+from kvstrata.tiers import policies
 from kvstrata.units import format_size
 
 MIN_STAGING_PAGES = 4
@@ -33,17 +35,17 @@ class Choice:
 
 CHOICES: Mapping[Keys, Choice] = {
     ("device", "kind"): Choice(("auto", "cpu"), {"cuda": f"the CUDA device is {_LATER}"}),
-    ("staging", "mode"): Choice(("cache", "buffer_only")),
-    ("policies", "eviction"): Choice(("lru",)),
+    ("staging", "mode"): Choice(tuple(mode.value for mode in StagingMode)),
+    ("policies", "eviction"): Choice(tuple(policies.EVICTION)),
     ("policies", "write"): Choice(
-        ("write_through",), {"write_back": f"the write_back policy is {_LATER}"}
+        tuple(policies.WRITE), {"write_back": f"the write_back policy is {_LATER}"}
     ),
     ("policies", "prefetch"): Choice(
-        ("wait_complete",),
+        tuple(policies.PREFETCH),
         {n: f"the {n} policy is {_LATER}" for n in ("best_effort", "timeout")},
     ),
     ("policies", "restore"): Choice(
-        ("always",), {"measured": f"restore by measurement is {_LATER}"}
+        tuple(policies.RESTORE), {"measured": f"restore by measurement is {_LATER}"}
     ),
 }
 """Settings that are one of several names."""
