@@ -1,6 +1,6 @@
 """Host staging: shared page-first memory that is lent to one operation at a time."""
 
-from kvstrata.staging.base import SlotKind, SlotRequest, Slots, StagingMode, StagingSettings
+from kvstrata.staging.base import SlotKind, SlotRequest, Slots, StagingSettings
 from kvstrata.staging.memory import ALIGNMENT, SharedRegion, aligned
 from kvstrata.staging.pages import Pages, PageState, PageTable, stamps
 from kvstrata.staging.pool import PinnedHostBufferPool
@@ -15,7 +15,6 @@ __all__ = [
     "SlotKind",
     "SlotRequest",
     "Slots",
-    "StagingMode",
     "StagingSettings",
     "aligned",
     "stamps",

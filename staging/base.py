@@ -9,13 +9,6 @@ from dataclasses import dataclass, field
 from kvstrata.staging.pages import Pages
 
 
-class StagingMode(enum.Enum):
-    """CACHE: host pages are a tier of their own. BUFFER_ONLY: they are a window, nothing stays."""
-
-    CACHE = "cache"
-    BUFFER_ONLY = "buffer_only"
-
-
 class SlotKind(enum.Enum):
     LOAD = "load"
     WRITE = "write"

@@ -6,25 +6,15 @@ Policies see values only, keep no references, and never block.
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from kvstrata.boundary import StatusReport
 from kvstrata.errors import ConfigError, Where
-from kvstrata.handles import Tier
+from kvstrata.handles import StagingMode, Tier
 
 if TYPE_CHECKING:
     from kvstrata.tiers.node import Node
-
-
-class StagingMode(enum.Enum):
-    """What host memory is for."""
-
-    CACHE = "cache"
-    """L2 holds pages of its own."""
-    BUFFER_ONLY = "buffer_only"
-    """Host memory is a window between L1 and L3; nothing stays in it."""
 
 
 class EvictionPolicy(ABC):
@@ -61,16 +51,11 @@ class WriteThrough(WritePolicy):
 
 
 class PrefetchPolicy(ABC):
-    """How much is fetched from L3 for a request, and how long the request waits for it."""
+    """How much is fetched from L3 for a request before it may run."""
 
     @abstractmethod
     def wanted(self, located: int) -> int:
         """How many of the `located` pages that L3 seems to hold are fetched."""
-
-    @abstractmethod
-    def keep_waiting(self, *, valid: int, wanted: int, waited_s: float) -> bool:
-        """Asked while the fetch runs: wait on, or start with what is there? Its deadline holds
-        in any case."""
 
 
 class WaitComplete(PrefetchPolicy):
@@ -78,9 +63,6 @@ class WaitComplete(PrefetchPolicy):
 
     def wanted(self, located: int) -> int:
         return located
-
-    def keep_waiting(self, *, valid: int, wanted: int, waited_s: float) -> bool:
-        return True
 
 
 class RestorePolicy(ABC):

@@ -311,12 +311,14 @@ class ActionFailed(RuntimeEvent, frozen=True, tag=True, kw_only=True):
 
 
 class BatchDone(RuntimeEvent, frozen=True, tag=True, kw_only=True):
-    """Terminal event of a batch. `counters` are the ModelRunner's own (pages verified …)."""
+    """Terminal event of a batch. `counters` are the ModelRunner's own (pages verified …); `error`
+    is what the ModelRunner raised, if it did (all rows are ABORTED then)."""
 
     batch_id: int
     rows: tuple[RowResult, ...]
     compute_s: float
     counters: dict[str, int] = {}
+    error: str = ""
 
 
 class Evicted(RuntimeEvent, frozen=True, tag=True, kw_only=True):
@@ -403,7 +405,8 @@ class RuntimeInterface(Protocol):
     def execute_batch(self, batch: PreparedBatchHandle) -> BatchTicket:
         """Enqueue the batch behind its H2D copies and all earlier batches. Returns at once.
 
-        Each prepared batch is executed once, in the order of preparation.
+        Each prepared batch is executed once, in the order of preparation; one without rows needs
+        no execution.
         """
         ...
 

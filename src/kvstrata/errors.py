@@ -5,6 +5,7 @@
     ├── InputError           a file or argument a person gave is wrong (exit code 2)
     ├── PluginError          a backend plugin cannot be found, imported or used (exit code 2)
     ├── CapacityError        a reservation does not fit; nothing was taken
+    ├── PlanError            a plan contradicts itself or the contract; nothing took effect
     ├── StaleHandleError     a handle or extent is not the runtime's any more
     ├── ClosedError          the object was closed
     ├── IntegrityError       an invariant does not hold: a bug in kvstrata, never a user's fault
@@ -83,6 +84,10 @@ class CapacityError(KvstrataError):
     def __init__(self, pool: str, *, need: int, free: int, freeing: int) -> None:
         self.pool, self.need, self.free, self.freeing = pool, need, free, freeing
         super().__init__(f"{pool}: {need} pages needed, {free} free, {freeing} being freed")
+
+
+class PlanError(KvstrataError):
+    """A plan contradicts itself or the contract of the boundary. Nothing took effect."""
 
 
 class StaleHandleError(KvstrataError):

@@ -22,6 +22,15 @@ class Tier(enum.IntEnum):
     """Storage, behind a backend."""
 
 
+class StagingMode(enum.Enum):
+    """What host memory is for."""
+
+    CACHE = "cache"
+    """L2 is a tier of its own: pages stay."""
+    BUFFER_ONLY = "buffer_only"
+    """Host memory is a window between L1 and L3; nothing stays in it."""
+
+
 class RequestRuntimeHandle(msgspec.Struct, frozen=True, array_like=True):
     """A request's row in the runtime. `generation` differs each time a slot is used again."""
 

@@ -1,0 +1,114 @@
+"""Interfaces inside the runtime: device, stream, event, and the ModelRunner it drives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from kvstrata.gpu_runtime.pools import ComponentPool
+    from kvstrata.gpu_runtime.req_to_token import ReqToToken
+
+
+class Event(ABC):
+    """A point in a stream. Complete when all work enqueued before it has ended."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether it is complete. Any thread, never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block the calling host thread until complete; False when the time ran out."""
+
+    @abstractmethod
+    def on_complete(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when complete (at once if it is), from a thread of the device.
+
+        Callbacks of one stream run in order, and those of an event before those of any event whose
+        stream waited for it. They must be short and must not wait for the device.
+        """
+
+
+class Stream(ABC):
+    """An ordered queue of device work."""
+
+    name: str
+
+    @abstractmethod
+    def enqueue(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        """Run `work` after everything enqueued before. Returns at once. `work` must not raise:
+        what it touches stays alive until it ran. `nbytes` it moves go into the timeline."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event behind everything enqueued so far."""
+
+    @abstractmethod
+    def wait_event(self, event: Event) -> None:
+        """Work enqueued later starts only when `event` is complete. Does not block the host."""
+
+
+class Device(ABC):
+    """One execution device with a compute stream and a copy stream each way."""
+
+    torch_device: torch.device
+    compute: Stream
+    h2d: Stream
+    d2h: Stream
+
+    @abstractmethod
+    def close(self, deadline_s: float) -> bool:
+        """End all streams after what is enqueued; False when something was still running."""
+
+
+@dataclass(eq=False, slots=True)
+class ForwardRow:
+    """One row of one forward step: compute positions `start … start + count - 1`.
+
+    `tokens` is int32 [n], n ≥ start + count, the request's tokens from position 0. KV of the
+    positions before `start` is in the pools already; all of it is found through ReqToToken row
+    `slot`. `attached_pages` leading pages came from a cache (a page that `start` points into is a
+    private copy of one). `samples` is True when the step ends the prompt or decodes.
+    """
+
+    slot: int
+    namespace: bytes
+    tokens: npt.NDArray[np.int32]
+    start: int
+    count: int
+    attached_pages: int
+    first_in_batch: bool
+    samples: bool
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What a forward step may touch. Valid during the call only."""
+
+    pools: Mapping[str, ComponentPool]
+    req_to_token: ReqToToken
+    page_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """`sampled[i]` is the token of row i, or -1 where it does not sample."""
+
+    sampled: Sequence[int]
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class ModelRunner(Protocol):
+    """Computes KV and tokens. Called on the compute stream's thread, one step at a time, with the
+    KV of everything before `start` in place. It writes only the positions it was asked to compute.
+    An exception ends the batch: its rows are ABORTED."""
+
+    def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult: ...

@@ -1,0 +1,126 @@
+"""The CPU device: a real device whose streams are ordered queues on threads of their own.
+
+Copies and compute run in torch, which releases the interpreter lock, so streams do overlap. Order
+between streams exists only where an event makes it, exactly as on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from kvstrata.errors import ClosedError
+from kvstrata.gpu_runtime.base import Device, Event, Stream
+from kvstrata.gpu_runtime.timeline import Timeline
+
+
+class CpuEvent(Event):
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._completing = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._done.wait(timeout_s)
+
+    def on_complete(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._completing:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def complete(self) -> None:
+        """Run the callbacks, then let waiters go: so a waiting stream's callbacks come later."""
+        with self._lock:
+            self._completing = True
+        for callback in self._callbacks:
+            callback()
+        self._callbacks = []
+        self._done.set()
+
+
+_Work = tuple[Callable[[], None], int]
+
+
+class CpuStream(Stream):
+    """One thread that runs what was enqueued, in order."""
+
+    def __init__(self, name: str, timeline: Timeline) -> None:
+        self.name = name
+        self._timeline = timeline
+        self._queue: deque[_Work | CpuEvent | tuple[Event]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"kvstrata-{name}", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        self._put((work, nbytes))
+
+    def record(self) -> Event:
+        event = CpuEvent()
+        self._put(event)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        if not event.query():
+            self._put((event,))
+
+    def _put(self, item: _Work | CpuEvent | tuple[Event]) -> None:
+        with self._wake:
+            if self._closing:
+                raise ClosedError(f"stream {self.name!r} is closed")
+            self._queue.append(item)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue:
+                    if self._closing:
+                        return
+                    self._wake.wait()
+                item = self._queue.popleft()
+            if isinstance(item, CpuEvent):
+                item.complete()
+            elif len(item) == 1:
+                item[0].wait()
+            else:
+                work, nbytes = item
+                self._timeline.begin(self.name, time.monotonic())
+                try:
+                    work()
+                finally:
+                    self._timeline.end(self.name, time.monotonic(), nbytes)
+
+    def close(self, deadline_s: float) -> bool:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(0.0, deadline_s))
+        return not self._thread.is_alive()
+
+
+class CpuDevice(Device):
+    def __init__(self, timeline: Timeline) -> None:
+        self.torch_device = torch.device("cpu")
+        self.compute: CpuStream = CpuStream("compute", timeline)
+        self.h2d: CpuStream = CpuStream("h2d", timeline)
+        self.d2h: CpuStream = CpuStream("d2h", timeline)
+
+    def close(self, deadline_s: float) -> bool:
+        end = time.monotonic() + deadline_s
+        ended = True
+        for stream in (self.compute, self.h2d, self.d2h):
+            ended = stream.close(end - time.monotonic()) and ended
+        return ended

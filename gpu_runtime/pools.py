@@ -1,0 +1,122 @@
+"""Component pools in device memory, and the gather and scatter between them and host pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstrata.errors import ConfigError, Where
+
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSpec:
+    """Geometry of one component pool. `layout` is the order inside a page: "NHD" (token, head,
+    dim) or "HND" (head, token, dim)."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    layout: str = "NHD"
+    kind: str = "full"
+
+    @property
+    def planes(self) -> int:
+        """Separate K and V arrays: two a layer."""
+        return 2 * self.layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one plane."""
+        return self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+
+    def page_bytes(self, page_tokens: int) -> int:
+        return self.planes * self.token_bytes * page_tokens
+
+
+class ComponentPool:
+    """The KV of one component: layer-first on the device, `pages` pages of `page_tokens` tokens.
+
+    `data` is uint8 [planes, pages, page_tokens * token_bytes]; plane 2·l holds K of layer l, plane
+    2·l+1 its V. `kv(layer)` gives typed views. On the host a page is page-first: its planes one
+    after the other. Not locked: the page table says who may touch which page.
+    """
+
+    def __init__(
+        self, spec: ComponentSpec, pages: int, page_tokens: int, device: torch.device
+    ) -> None:
+        if spec.kind != "full":
+            raise ConfigError(
+                f"component kind {spec.kind!r} is not available",
+                where=Where(key="pools.components.kind"),
+                remedy='this version has kind = "full" (full attention)',
+            )
+        self.spec, self.pages, self.page_tokens = spec, pages, page_tokens
+        self.page_bytes = spec.page_bytes(page_tokens)
+        self.plane_bytes = spec.token_bytes * page_tokens
+        self.data = torch.zeros(
+            (spec.planes, pages, self.plane_bytes), dtype=torch.uint8, device=device
+        )
+        word = 8 if self.plane_bytes % 8 == 0 else 1
+        self._word = torch.int64 if word == 8 else torch.uint8
+        self._words = self.data.view(self._word)
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, typed: [pages, tokens, heads, dim] (NHD) or [pages, heads, tokens,
+        dim] (HND). Views of the pool."""
+        s = self.spec
+        inner = (
+            (self.page_tokens, s.kv_heads, s.head_dim)
+            if s.layout == "NHD"
+            else (s.kv_heads, self.page_tokens, s.head_dim)
+        )
+        typed = self.data.view(DTYPES[s.dtype]).view(s.planes, self.pages, *inner)
+        return typed[2 * layer], typed[2 * layer + 1]
+
+    def gather(
+        self, pages: torch.Tensor, host: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy device pages (int64 [n], on the device) into host pages `slots` of uint8 [pages,
+        stride]. For the D2H stream."""
+        view = self._host_words(host)
+        taken = self._words.index_select(1, pages).transpose(0, 1)
+        view[_index(slots)] = taken.cpu()
+
+    def scatter(
+        self, pages: torch.Tensor, host: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy host pages into device pages: the mirror image of `gather`. For the H2D stream."""
+        view = self._host_words(host)[_index(slots)]
+        self._words.index_copy_(1, pages, view.to(self.data.device).transpose(0, 1))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page inside the pool. For the compute stream."""
+        self._words[:, target] = self._words[:, source]
+
+    def _host_words(self, host: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """Host pages as words [pages, planes, words a plane], without the padding."""
+        raw = torch.from_numpy(host)[:, : self.page_bytes]
+        words = raw.view(self._word)
+        return words.view(len(host), self.spec.planes, -1)
+
+
+def _index(slots: npt.NDArray[np.int64]) -> torch.Tensor | slice:
+    """A slice for a contiguous run: it is copied in place, without an index pass."""
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
+        return slice(first, last + 1)
+    return torch.from_numpy(slots)

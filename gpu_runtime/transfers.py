@@ -1,0 +1,175 @@
+"""The pieces that moves are made of: copies between host and device pages, and storage jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvstrata.backends import JobResult, ObjectId, PageIO
+from kvstrata.boundary import KeyRun, Outcome
+from kvstrata.errors import CapacityError, IntegrityError
+from kvstrata.gpu_runtime.base import Event
+from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
+from kvstrata.handles import Extents, Tier
+from kvstrata.staging import Slots
+from kvstrata.tiers.namespace import component_fingerprint
+
+CHUNK_PAGES = 64
+"""Most pages of one storage job and of one step through the window."""
+
+
+class Copies:
+    """The two copies between host and device pages, ordered by events."""
+
+    def __init__(self, core: RuntimeCore) -> None:
+        self._core = core
+
+    def d2h(self, source: PageSet, target: Slots, done: Callable[[str], None]) -> Event:
+        """Gather device pages into host pages. `done("")` or `done(error)` follows under the lock,
+        from a device thread; the caller keeps both sides held until then."""
+        return self._copy(source, target, done, out=True)
+
+    def h2d(self, source: Slots, target: PageSet, done: Callable[[str], None]) -> Event:
+        """Scatter host pages into device pages; otherwise as `d2h`."""
+        return self._copy(target, source, done, out=False)
+
+    def _copy(
+        self, device_pages: PageSet, host_pages: Slots, done: Callable[[str], None], *, out: bool
+    ) -> Event:
+        core = self._core
+        stream = core.device.d2h if out else core.device.h2d
+        errors: list[str] = []
+        # Index tensors live in this closure until the copy has ended.
+        jobs = [
+            (pool, pages, torch.from_numpy(pages), core.staging.array(name), host_pages[name])
+            for name, pages in device_pages.items()
+            for pool in (core.pools[name],)
+        ]
+
+        def work() -> None:
+            try:
+                for pool, _, index, host, slots in jobs:
+                    copy = pool.gather if out else pool.scatter
+                    copy(index.to(pool.data.device), host, slots)
+            except Exception as exc:  # noqa: BLE001 - a failed copy is a failed page, not a crash
+                errors.append(f"{type(exc).__name__}: {exc}")
+
+        nbytes = sum(len(pages) * pool.page_bytes for pool, pages, *_ in jobs)
+        stream.enqueue(work, nbytes)
+        event = stream.record()
+
+        def finish() -> None:
+            with core.lock:
+                done("; ".join(errors))
+
+        event.on_complete(finish)
+        return event
+
+
+def objects_of(keys: KeyRun, component: str) -> list[ObjectId]:
+    namespace = component_fingerprint(keys.namespace, component)
+    return [ObjectId(namespace, keys.key(i)) for i in range(keys.page_count)]
+
+
+def page_ios(core: RuntimeCore, keys: KeyRun, component: str, slots: Slots) -> list[PageIO]:
+    """Storage jobs for host pages, in the order of the chain."""
+    objects = objects_of(keys, component)
+    parent: ObjectId | None = None
+    if keys.first_page_index > 0:
+        parent = ObjectId(objects[0].namespace, keys.parent)
+    pages = []
+    for i, (obj, slot) in enumerate(zip(objects, slots[component].tolist(), strict=True)):
+        payload = core.staging.payload(component, slot)
+        pages.append(PageIO(obj, parent, keys.first_page_index + i, payload))
+        parent = obj
+    return pages
+
+
+def reserve_all(core: RuntimeCore, count: int) -> PageSet:
+    """Reserve L1 pages in every pool, all or none."""
+    taken: PageSet = {}
+    try:
+        for name, table in core.tables.items():
+            taken[name] = table.reserve(count)
+    except CapacityError:
+        core.release_l1(taken)
+        raise
+    return taken
+
+
+def settle_l1(core: RuntimeCore, pages: PageSet, n_valid: int) -> Extents:
+    """End a fill of L1 pages that nobody writes any more: the first `n_valid` become READY and
+    control's, the rest FREE."""
+    good = {name: p[:n_valid] for name, p in pages.items()}
+    for name, p in good.items():
+        core.tables[name].ready(p)
+    extents = core.claim(Tier.L1, good)
+    core.release_l1(pages)
+    return extents
+
+
+class ComponentJobs:
+    """One storage job a component over the same pages; their results seen as one.
+
+    `done(n, cause)` is called under the lock when the last result is there: the leading pages that
+    succeeded in every component, and why the next did not. `released()` is called under the lock
+    when no thread touches the buffers any more; it may come before or after `done`.
+    """
+
+    def __init__(
+        self,
+        core: RuntimeCore,
+        keys: KeyRun,
+        slots: Slots,
+        deadline_s: float,
+        *,
+        load: bool,
+        done: Callable[[int, str], None],
+        released: Callable[[], None],
+    ) -> None:
+        self._core, self._load, self._done, self._released = core, load, done, released
+        self._results: list[JobResult] = []
+        self._open_results = self._open_releases = len(core.pools)
+        worker = core.worker
+        if worker is None:
+            raise IntegrityError("a storage job without a backend")
+        submit = worker.load if load else worker.store
+        for component in core.pools:
+            pages = page_ios(core, keys, component, slots)
+            submit(pages, deadline_s, self._on_done, self._on_released)
+
+    def _on_done(self, result: JobResult) -> None:
+        with self._core.lock:
+            self._results.append(result)
+            self._open_results -= 1
+            if self._open_results == 0:
+                self._done(*self._summary())
+
+    def _on_released(self) -> None:
+        with self._core.lock:
+            self._open_releases -= 1
+            if self._open_releases == 0:
+                self._released()
+
+    def _summary(self) -> tuple[int, str]:
+        least, cause = -1, ""
+        for result in self._results:
+            good = [
+                page.outcome is Outcome.LOADED if self._load else page.outcome.is_stored
+                for page in result.pages
+            ]
+            n = good.index(False) if False in good else len(good)
+            if least < 0 or n < least:
+                least = n
+                cause = result.pages[n].outcome.value if n < len(good) else ""
+        return least, cause
+
+
+def chunks_of(count: int, most: int) -> list[tuple[int, int]]:
+    """`[start, stop)` borders that cut `count` pages into pieces of at most `most`."""
+    return [(at, min(at + most, count)) for at in range(0, count, most)]
+
+
+def part_of(pages: Slots, start: int, stop: int) -> PageSet:
+    return {name: p[start:stop] for name, p in pages.items()}

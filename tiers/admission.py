@@ -1,0 +1,258 @@
+"""Admission: when may a request leave the queue, and how do its pages come back?
+
+A request is admitted only when everything it can ever need in L1 fits beside what was admitted
+before, so what is admitted always finishes, without preemption. It waits when another request is
+about to load or compute its next page.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+
+from kvstrata.boundary import KEY_BYTES
+from kvstrata.handles import StagingMode, Tier
+from kvstrata.tiers.cache import CacheControl
+from kvstrata.tiers.node import L3State, Node
+from kvstrata.tiers.policies import PrefetchPolicy, RestorePolicy
+from kvstrata.tiers.request import Request, RequestState
+
+
+class Verdict(enum.Enum):
+    """What `Admission.try_admit` decided."""
+
+    ADMITTED = "admitted"
+    SHARED = "shared"
+    """Another request makes its next page; others may go first."""
+    NO_ROOM = "no_room"
+    """Memory is short: nobody behind it goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """Consecutive nodes that must be moved before the request can run."""
+
+    nodes: list[Node]
+    tier: Tier
+    """Where they are: L3, or L2 when they must come to L1 before the batch."""
+
+
+class Admission:
+    """The books of admitted requests: footprints in L1, pages in L2, keys being made."""
+
+    def __init__(
+        self, cache: CacheControl, prefetch: PrefetchPolicy, restore: RestorePolicy
+    ) -> None:
+        self._cache = cache
+        self._prefetch = prefetch
+        self._restore = restore
+        self._footprint = 0
+        self._l2_pages = 0
+        self._claimed: Counter[bytes] = Counter()
+        self.admitted: dict[int, Request] = {}
+        self.settled: list[Request] = []
+        """Requests that became READY, or WAITING again, by an event; the scheduler takes them."""
+
+    def footprint(self, request: Request) -> int:
+        """L1 pages that it can need at most: all positions, and a private copy of one page."""
+        return -(-request.max_kv // request.chain.page_tokens) + 1
+
+    def try_admit(self, request: Request) -> Verdict:
+        cache, tree = self._cache, self._cache.tree
+        chain = request.chain
+        keys = request.prompt_keys()
+        match = tree.match(chain.namespace, keys)
+        if request.located_pages > match.page_count and request.restore_allowed:
+            wanted = self._prefetch.wanted(request.located_pages)
+            if wanted > match.page_count:
+                cache.believe_stored(chain.run(match.page_count, wanted))
+                match = tree.match(chain.namespace, keys)
+        path = self._usable(request, match.path)
+        if path is None or self._is_made_elsewhere(request, path):
+            return Verdict.SHARED
+        footprint = self.footprint(request)
+        if self._footprint + footprint > cache.room[Tier.L1].total:
+            return Verdict.NO_ROOM
+        target = self._target(path)
+        missing = _missing(path, target)
+        l2_pages = sum(n.page_count for n in path if n.l2 or target is Tier.L2)
+        to_l1 = sum(n.page_count for m in missing for n in m.nodes) if target is Tier.L1 else 0
+        room = cache.room[Tier.L1]
+        if to_l1 > room.free + room.freeing + tree.evictable(Tier.L1):
+            return Verdict.NO_ROOM
+        if not self._l2_fits(missing, target, l2_pages):
+            return Verdict.NO_ROOM
+        request.footprint_pages, request.l2_pages = footprint, l2_pages
+        self._admit(request, path, missing, target)
+        return Verdict.ADMITTED
+
+    def _usable(self, request: Request, path: list[Node]) -> list[Node] | None:
+        """The part of the path that is restored; None: wait, a page is on its way to L3."""
+        cut = len(path)
+        for i, node in enumerate(path):
+            if not (node.l1 or node.l2):
+                if node.l3 is L3State.QUEUED:
+                    return None
+                if not request.restore_allowed:
+                    cut = i
+                    break
+            if not node.l1 and not request.restore_allowed:
+                cut = i
+                break
+        path = path[:cut]
+        lead = next((i for i, node in enumerate(path) if not node.l1), len(path))
+        rest = sum(node.page_count for node in path[lead:])
+        tokens = request.chain.page_tokens
+        allowed = self._restore.restored(rest, tokens, self._cache.status)
+        while path[lead:] and sum(node.page_count for node in path[lead:]) > allowed:
+            path = path[:-1]
+        return path
+
+    def _is_made_elsewhere(self, request: Request, path: list[Node]) -> bool:
+        """Is the first page that it would load or compute claimed by another request?"""
+        page = 0
+        for node in path:
+            if not (node.l1 or node.l2):
+                break
+            page += node.page_count
+        return page < request.full_pages and request.key(page) in self._claimed
+
+    def _target(self, path: list[Node]) -> Tier:
+        """Where pages from L3 go: L2, unless it keeps none, or is too small for them, or pages in
+        L1 follow pages that are not (a row attaches L1 pages first)."""
+        if self._cache.mode is StagingMode.BUFFER_ONLY:
+            return Tier.L1
+        lead = next((i for i, node in enumerate(path) if not node.l1), len(path))
+        if any(node.l1 and not node.l2 for node in path[lead:]):
+            return Tier.L1
+        rest = sum(node.page_count for node in path[lead:])
+        return Tier.L2 if rest <= self._cache.room[Tier.L2].total // 2 else Tier.L1
+
+    def _l2_fits(self, missing: list[_Missing], target: Tier, l2_pages: int) -> bool:
+        if target is Tier.L1 or not missing:
+            return True
+        room = self._cache.room[Tier.L2]
+        return self._l2_pages + l2_pages <= room.total * 3 // 4 or self._l2_pages == 0
+
+    def _admit(
+        self, request: Request, path: list[Node], missing: list[_Missing], target: Tier
+    ) -> None:
+        cache = self._cache
+        self._footprint += request.footprint_pages
+        self._l2_pages += request.l2_pages
+        self.admitted[request.request_id] = request
+        request.path = path
+        request.path_pages = sum(node.page_count for node in path)
+        request.hit_pages = Counter()
+        for node in path:
+            tier = Tier.L1 if node.l1 else Tier.L2 if node.l2 else Tier.L3
+            request.hit_pages[tier] += node.page_count
+        if path:
+            request.end_node = path[-1]
+            cache.tree.lock(path[-1])
+            cache.touch(path)
+        self._claim(request, path)
+        request.state = RequestState.STAGING
+        if target is Tier.L1:
+            to_l1 = sum(n.page_count for m in missing for n in m.nodes)
+            cache.outbox.extend(cache.evict_for(Tier.L1, to_l1))
+        for part in missing:
+            action_id = self._move(request, part, target)
+            request.loads_open.add(action_id)
+        if not missing:
+            request.state = RequestState.READY
+
+    def _move(self, request: Request, part: _Missing, target: Tier) -> int:
+        def done(n: int) -> None:
+            request.loads_open.discard(action_id)
+            self._settle(request)
+
+        if part.tier is Tier.L3:
+            action_id = self._cache.prefetch(part.nodes, target, done)
+        else:
+            action_id = self._cache.restore(part.nodes, done)
+        return action_id
+
+    def _settle(self, request: Request) -> None:
+        """When its last move ended: READY if all its pages came, else back to the queue."""
+        if request.loads_open or request.state is not RequestState.STAGING:
+            return
+        tree = self._cache.tree
+        keys = request.prompt_keys()
+        end = request.end_node
+        assert end is not None, "moves are for pages"
+        wanted = end.last_page_index + 1
+        path = tree.match(request.chain.namespace, keys[: wanted * KEY_BYTES]).path
+        came = 0
+        for node in path:
+            if not (node.l1 or node.l2):
+                break
+            came += node.page_count
+        self.settled.append(request)
+        if came == wanted:
+            request.path = path
+            request.state = RequestState.READY
+        else:
+            self.leave(request)
+            request.state = RequestState.WAITING
+            request.located_pages = min(request.located_pages, came)
+
+    def _claim(self, request: Request, path: list[Node]) -> None:
+        page = 0
+        for node in path:
+            if not (node.l1 or node.l2):
+                break
+            page += node.page_count
+        request.claimed_keys = [request.key(i) for i in range(page, request.full_pages)]
+        self._claimed.update(request.claimed_keys)
+
+    def unclaim_keys(self, request: Request) -> None:
+        """Its pages are made, or it will not make them."""
+        for key in request.claimed_keys:
+            self._claimed[key] -= 1
+            if not self._claimed[key]:
+                del self._claimed[key]
+        request.claimed_keys = []
+
+    def extend_lock(self, request: Request, end: Node | None) -> None:
+        """Its path grew to `end`."""
+        if end is None:
+            return
+        self._cache.tree.lock(end)
+        if request.end_node is not None:
+            self._cache.tree.unlock(request.end_node)
+        request.end_node = end
+
+    def leave(self, request: Request) -> None:
+        """Take everything back that `try_admit` booked. Idempotent."""
+        if self.admitted.pop(request.request_id, None) is None:
+            return
+        self._footprint -= request.footprint_pages
+        self._l2_pages -= request.l2_pages
+        self.unclaim_keys(request)
+        if request.end_node is not None:
+            self._cache.tree.unlock(request.end_node)
+            request.end_node = None
+        request.path = []
+
+    def check_integrity(self) -> None:
+        admitted = self.admitted.values()
+        assert self._footprint == sum(r.footprint_pages for r in admitted)
+        assert self._l2_pages == sum(r.l2_pages for r in admitted)
+        assert self._claimed == Counter(k for r in admitted for k in r.claimed_keys)
+
+
+def _missing(path: list[Node], target: Tier) -> list[_Missing]:
+    """Runs of nodes that must move before the batch, each in one tier."""
+    parts: list[_Missing] = []
+    for node in path:
+        if node.l1 or (node.l2 and target is Tier.L2):
+            continue
+        tier = Tier.L2 if node.l2 else Tier.L3
+        last = parts[-1] if parts else None
+        if last and last.tier is tier and last.nodes[-1] is node.parent:
+            last.nodes.append(node)
+        else:
+            parts.append(_Missing([node], tier))
+    return parts

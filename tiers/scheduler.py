@@ -1,0 +1,455 @@
+"""The reference scheduler: continuous batches over `RuntimeInterface`.
+
+One thread calls `submit`, `abort` and `step`. A step makes at most one call of each kind across
+the boundary: poll, then prepare and execute, or apply. Batch N+1 is prepared, and enqueued, while
+batch N runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from kvstrata.boundary import (
+    BatchDone,
+    BatchPlan,
+    BatchTicket,
+    Event,
+    Free,
+    OpenRow,
+    RowPlan,
+    RowResult,
+    RowStatus,
+    RuntimeInterface,
+)
+from kvstrata.errors import CapacityError, IntegrityError
+from kvstrata.handles import RequestRuntimeHandle, Tier, page_count, slice_extents
+from kvstrata.tiers.admission import Admission, Verdict
+from kvstrata.tiers.cache import CacheControl
+from kvstrata.tiers.policies import PrefetchPolicy, RestorePolicy
+from kvstrata.tiers.request import Request, RequestResult, RequestState, new_request
+
+MAX_ATTEMPTS = 3
+"""Restores of one request that may fail before it computes everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """`depth` batches may be prepared or running at a time."""
+
+    page_tokens: int
+    max_batch: int = 8
+    chunk_tokens: int = 16_384
+    lookahead: int = 16
+    decode_steps: int = 64
+    depth: int = 2
+
+
+class Scheduler:
+    """Runs requests. See the module for its threads; `CacheControl` moves the pages."""
+
+    def __init__(
+        self,
+        runtime: RuntimeInterface,
+        cache: CacheControl,
+        prefetch: PrefetchPolicy,
+        restore: RestorePolicy,
+        settings: SchedulerSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runtime, self.cache, self.settings = runtime, cache, settings
+        self.admission = Admission(cache, prefetch, restore)
+        self._clock = clock
+        self._queue: deque[Request] = deque()
+        self._requests: dict[int, Request] = {}
+        self._ready: deque[Request] = deque()
+        self._running: dict[RequestRuntimeHandle, Request] = {}
+        self._batches: dict[int, list[tuple[Request, int]]] = {}
+        self._release: list[RequestRuntimeHandle] = []
+        self._results: list[RequestResult] = []
+        self._memory_short = False
+        self._next_id = 1
+        self.calls: Counter[str] = Counter()
+        """Calls across RuntimeInterface, by method; and `batches`."""
+        self.counters: Counter[str] = Counter()
+        """The ModelRunner's counters, summed; rows that needed a recompute."""
+        self._note(self._poll(0.0))
+
+    # ── from outside ─────────────────────────────────────────────────────────────────────────────
+
+    def submit(
+        self,
+        tokens: bytes,
+        namespace: bytes,
+        *,
+        max_new_tokens: int = 1,
+        stop_tokens: tuple[int, ...] = (),
+        payload: bytes = b"",
+        store: bool = True,
+    ) -> int:
+        """Queue a request; `tokens` is any int32 buffer, `namespace` the fingerprint of its keys.
+
+        Raises InputError for empty input and CapacityError for a request that can never fit.
+        """
+        request = new_request(
+            self._next_id,
+            tokens,
+            namespace,
+            self.settings.page_tokens,
+            max_new_tokens=max_new_tokens,
+            stop_tokens=stop_tokens,
+            payload=payload,
+            store=store,
+            now_s=self._clock(),
+        )
+        need, room = self.admission.footprint(request), self.cache.room[Tier.L1]
+        if need > room.total:
+            raise CapacityError("L1, for one request", need=need, free=room.total, freeing=0)
+        self._next_id += 1
+        self._requests[request.request_id] = request
+        self._queue.append(request)
+        return request.request_id
+
+    def abort(self, request_id: int) -> bool:
+        """End a request in any state; its result comes with the next step. False if unknown."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if request in self._queue:
+            self._queue.remove(request)
+        if request in self._ready:
+            self._ready.remove(request)
+        for action_id in request.loads_open:
+            self._runtime.cancel(action_id)
+            self.calls["cancel"] += 1
+        self._end(request, RequestState.ABORTED)
+        return True
+
+    @property
+    def waiting(self) -> int:
+        return len(self._requests)
+
+    @property
+    def idle(self) -> bool:
+        """No request, batch, release or action is open: it is safe to close."""
+        busy = self._requests or self._batches or self._release or self.cache.outbox
+        return not busy and not self.cache.in_flight
+
+    def step(self, timeout_s: float) -> list[RequestResult]:
+        """Take events, admit, and send at most one batch. Waits up to `timeout_s` for an event
+        when there was nothing to send. Returns the requests that ended."""
+        self._advance()
+        sent = self._send()
+        events_due = not sent and bool(self._batches or self.cache.in_flight)
+        self._note(self._poll(timeout_s if events_due else 0.0))
+        if not events_due and not sent and self._requests:
+            self._check_progress()
+        results, self._results = self._results, []
+        return results
+
+    def run_until_idle(self, timeout_s: float) -> list[RequestResult]:
+        """Step until nothing is open. Raises IntegrityError when `timeout_s` was not enough."""
+        end_s = self._clock() + timeout_s
+        results: list[RequestResult] = []
+        while not self.idle or self._results:
+            results.extend(self.step(min(1.0, timeout_s)))
+            if self._clock() > end_s and not self.idle:
+                raise IntegrityError(f"not idle after {timeout_s} s: {self.describe()}")
+        return results
+
+    # ── queue ────────────────────────────────────────────────────────────────────────────────────
+
+    def _advance(self) -> None:
+        """Look requests up, and admit what may run."""
+        ahead = list(islice(self._queue, self.settings.lookahead + 1))
+        if self.cache.has_l3:
+            for request in ahead:
+                if request.state is RequestState.WAITING and request.located_pages < 0:
+                    self._look_up(request)
+        room = self.settings.max_batch * self.settings.depth - len(self.admission.admitted)
+        for request in ahead:
+            if room <= 0:
+                break
+            if request.state is RequestState.LOOKUP:
+                continue
+            if self.cache.has_l3 and request.located_pages < 0:
+                break
+            verdict = self.admission.try_admit(request)
+            if verdict is Verdict.NO_ROOM:
+                break
+            if verdict is Verdict.ADMITTED:
+                self._queue.remove(request)
+                room -= 1
+                self._stage(request)
+        self.cache.make_l2_room()
+
+    def _stage(self, request: Request) -> None:
+        if request.state is RequestState.READY:
+            self._ready.append(request)
+
+    def _look_up(self, request: Request) -> None:
+        """Ask L3 for the pages behind those that the tree knows."""
+        keys = request.prompt_keys()
+        known = self.cache.tree.match(request.chain.namespace, keys).page_count
+        if known == request.full_pages:
+            request.located_pages = known
+            return
+        request.state = RequestState.LOOKUP
+        run = request.chain.run(known, request.full_pages)
+
+        def done(n: int) -> None:
+            request.located_pages = known + n
+            if request.state is RequestState.LOOKUP:
+                request.state = RequestState.WAITING
+
+        self.cache.lookup(run, done)
+
+    # ── batches ──────────────────────────────────────────────────────────────────────────────────
+
+    def _send(self) -> bool:
+        """Prepare and execute a batch if there is one; else apply what is in the outbox."""
+        rows = self._plan_rows() if len(self._batches) < self.settings.depth else []
+        if rows or self._release:
+            return self._send_batch(rows)
+        if self.cache.outbox:
+            actions, self.cache.outbox = self.cache.outbox, []
+            self.calls["apply"] += 1
+            self._runtime.apply(actions)
+            return True
+        return False
+
+    def _plan_rows(self) -> list[tuple[Request, RowPlan, int]]:
+        """Rows of the next batch: running requests first, then READY ones. With each: new pages."""
+        size, limit = self.settings.page_tokens, self.settings.max_batch
+        rows: list[tuple[Request, RowPlan, int]] = []
+        for request in self._running.values():
+            if len(rows) == limit:
+                return rows
+            if request.output_done or request.state.is_end or request.planned_kv >= request.max_kv:
+                continue
+            assert request.handle is not None
+            plan = self._next_chunk(request, request.handle)
+            end = self._end_of(request, plan)
+            rows.append((request, plan, -(-end // size) - -(-request.planned_kv // size)))
+        while self._ready and len(rows) < limit and not self._memory_short:
+            request = self._ready.popleft()
+            rows.append(self._open_plan(request, sum(1 for r in rows if r[0].handle is None)))
+        return rows
+
+    def _next_chunk(self, request: Request, row: RequestRuntimeHandle) -> RowPlan:
+        if request.prefilled:
+            return RowPlan(row=row)
+        left = request.prompt_tokens - request.planned_kv
+        count = min(left, self.settings.chunk_tokens)
+        return RowPlan(row=row, start=request.planned_kv, count=count)
+
+    def _open_plan(self, request: Request, index: int) -> tuple[Request, RowPlan, int]:
+        size = self.settings.page_tokens
+        lead = next((i for i, n in enumerate(request.path) if not n.l1), len(request.path))
+        attach = tuple(e for node in request.path[:lead] for e in node.l1)
+        restore = tuple(e for node in request.path[lead:] for e in node.l2)
+        restored = sum(node.page_count for node in request.path[lead:])
+        cached = restored + sum(node.page_count for node in request.path[:lead])
+        start = min(cached * size, request.prompt_tokens - 1)
+        request.cached_tokens = start
+        count = min(request.prompt_tokens - start, self.settings.chunk_tokens)
+        plan = RowPlan(row=index, attach=attach, restore=restore, start=start, count=count)
+        copy = 1 if start < cached * size else 0
+        new = -(-(start + count) // size) - cached + restored + copy
+        return request, plan, new
+
+    def _end_of(self, request: Request, plan: RowPlan) -> int:
+        if plan.count:
+            return plan.start + plan.count
+        return min(request.planned_kv + self.settings.decode_steps, request.max_kv)
+
+    def _send_batch(self, rows: list[tuple[Request, RowPlan, int]]) -> bool:
+        cache = self.cache
+        need = sum(new for _, _, new in rows)
+        frees = cache.evict_for(Tier.L1, need)
+        actions, cache.outbox = cache.outbox, []
+        release, self._release = self._release, []
+        opening = [request for request, _, _ in rows if request.handle is None]
+        plan = BatchPlan(
+            release=tuple(release),
+            frees=(*frees, *(a for a in actions if isinstance(a, Free))),
+            actions=tuple(a for a in actions if not isinstance(a, Free)),
+            open=tuple(self._open_row(request) for request in opening),
+            rows=tuple(row for _, row, _ in rows),
+            steps=self.settings.decode_steps,
+        )
+        self.calls["prepare_batch"] += 1
+        try:
+            prepared = self._runtime.prepare_batch(plan)
+        except CapacityError as exc:
+            self._memory_short = True
+            self._ready.extendleft(reversed(opening))
+            self.counters["deferred_batches"] += 1
+            if not self._batches and not exc.freeing and not cache.in_flight:
+                raise IntegrityError(f"nothing can make room: {exc}; {self.describe()}") from exc
+            return False
+        if not rows:
+            return True
+        self.calls["execute_batch"] += 1
+        ticket = self._runtime.execute_batch(prepared)
+        self._note_sent(rows, opening, prepared.opened, ticket)
+        return True
+
+    def _note_sent(
+        self,
+        rows: list[tuple[Request, RowPlan, int]],
+        opening: list[Request],
+        opened: tuple[RequestRuntimeHandle, ...],
+        ticket: BatchTicket,
+    ) -> None:
+        self.calls["batches"] += 1
+        for request, handle in zip(opening, opened, strict=True):
+            request.handle = handle
+            request.state = RequestState.RUNNING
+            self._running[handle] = request
+        parts = []
+        for request, row, _ in rows:
+            request.planned_kv = self._end_of(request, row)
+            request.batches += 1
+            parts.append((request, request.planned_kv))
+        self._batches[ticket.batch_id] = parts
+
+    def _open_row(self, request: Request) -> OpenRow:
+        return OpenRow(
+            tokens=request.tokens,
+            namespace=request.chain.namespace,
+            max_new_tokens=request.max_new_tokens,
+            stop_tokens=request.stop_tokens,
+            payload=request.payload,
+        )
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
+
+    def _poll(self, timeout_s: float) -> list[Event]:
+        self.calls["poll"] += 1
+        return self._runtime.poll(timeout_s)
+
+    def _note(self, events: list[Event]) -> None:
+        if len(events) > 1:
+            self._memory_short = False
+        for event in events:
+            if isinstance(event, BatchDone):
+                self._batch_done(event)
+            else:
+                self.cache.handle(event)
+        settled, self.admission.settled = self.admission.settled, []
+        for request in settled:
+            if request.state is RequestState.READY:
+                self._ready.append(request)
+            elif request.state is RequestState.WAITING:
+                self._queue.appendleft(request)
+
+    def _batch_done(self, event: BatchDone) -> None:
+        parts = self._batches.pop(event.batch_id)
+        self.counters.update(event.counters)
+        for (request, _), result in zip(parts, event.rows, strict=True):
+            request.batches -= 1
+            self._row_done(request, result, event.error)
+
+    def _row_done(self, request: Request, result: RowResult, error: str) -> None:
+        if result.sampled:
+            request.chain.extend(result.sampled)
+        if result.extents:
+            self._take_pages(request, result)
+        if request.state.is_end:
+            self._forget(request)
+            return
+        if result.status is RowStatus.NEEDS_RECOMPUTE:
+            self._recompute(request, result)
+            return
+        if result.status is RowStatus.ABORTED:
+            request.error = error
+            self._end(request, RequestState.FAILED if error else RequestState.ABORTED)
+            return
+        if result.sampled and not request.output:
+            request.first_token_s = self._clock() - request.submitted_s
+            self.admission.unclaim_keys(request)
+        request.output += result.sampled
+        if result.finished:
+            request.output_done = True
+            self._end(request, RequestState.FINISHED)
+
+    def _take_pages(self, request: Request, result: RowResult) -> None:
+        """Pages became READY in L1: the tree learns of them, unless the request is no-store."""
+        if request.state.is_end or not request.store:
+            self.cache.outbox.append(self.cache.free(result.extents))
+            return
+        first = result.first_page_index
+        stop = first + page_count(result.extents)
+        restored = min(max(request.path_pages, first), stop)
+        for start, end in ((first, restored), (restored, stop)):
+            if start == end:
+                continue
+            run = request.chain.run(start, end)
+            mine = slice_extents(result.extents, start - first, end - first)
+            last, duplicates = self.cache.insert_ready(run, mine)
+            self.admission.extend_lock(request, last)
+            if start >= restored:
+                prompt = max(0, min(end, request.full_pages) - start)
+                request.duplicate_pages += min(duplicates, prompt)
+
+    def _recompute(self, request: Request, result: RowResult) -> None:
+        """A restore failed late: give its host copies up and start again without them."""
+        self.counters["needs_recompute"] += 1
+        self.cache.lose_l2(request.path)
+        self._drop_handle(request)
+        self.admission.leave(request)
+        request.attempts += 1
+        request.restore_allowed = request.attempts < MAX_ATTEMPTS
+        request.planned_kv = 0
+        request.located_pages = -1
+        request.state = RequestState.WAITING
+        self._queue.appendleft(request)
+
+    def _drop_handle(self, request: Request) -> None:
+        if request.handle is not None:
+            self._running.pop(request.handle, None)
+            self._release.append(request.handle)
+            request.handle = None
+
+    def _end(self, request: Request, state: RequestState) -> None:
+        request.state = state
+        self._drop_handle(request)
+        self.admission.leave(request)
+        self._results.append(request.result(self._clock()))
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+
+    # ── reports ──────────────────────────────────────────────────────────────────────────────────
+
+    def _check_progress(self) -> None:
+        """Nothing was sent and nothing is under way: then something must have become possible."""
+        if self._ready or self._batches or self.cache.outbox or self.cache.in_flight:
+            return
+        if all(r.state is RequestState.WAITING for r in self._queue) and self._queue:
+            verdicts = [self.admission.try_admit(r) for r in list(self._queue)[:1]]
+            if verdicts[0] is Verdict.ADMITTED:
+                request = self._queue.popleft()
+                self._stage(request)
+                return
+            raise IntegrityError(f"no progress: {verdicts[0].value}; {self.describe()}")
+
+    def describe(self) -> str:
+        """One line for error messages."""
+        states = Counter(r.state.value for r in self._requests.values())
+        return (
+            f"requests {dict(states)}, batches {len(self._batches)}, "
+            f"actions {self.cache.in_flight}, room {self.cache.room}"
+        )
+
+    def check_integrity(self) -> None:
+        self.cache.check_integrity()
+        self.admission.check_integrity()
+        if self._running.keys() & set(self._release):
+            raise IntegrityError("a released handle is still running")
