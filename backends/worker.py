@@ -352,8 +352,8 @@ class StorageWorker:
                 return
 
     def _evicted(self, objects: Sequence[ObjectId]) -> None:
-        """The backend made room: stores that wait for it try again."""
-        if self._on_evicted is not None:
+        """There is room, or may be (`objects` is empty then): waiting stores try again."""
+        if objects and self._on_evicted is not None:
             try:
                 self._on_evicted(objects)
             except Exception:

@@ -1,0 +1,311 @@
+"""The `filesystem` backend: frames as files below one root, shared by any number of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from kvstrata.backends.base import (
+    BackendContext,
+    Health,
+    HealthState,
+    ObjectId,
+    PageResult,
+    ReadRequest,
+    StorageBackend,
+    StoredObject,
+    Usage,
+    WriteRequest,
+)
+from kvstrata.backends.filesystem.booking import Limits, NewPage, Reservation
+from kvstrata.backends.filesystem.database import Database
+from kvstrata.backends.filesystem.files import FrameFiles, object_path
+from kvstrata.backends.filesystem.index import StoreIndex
+from kvstrata.backends.filesystem.options import FilesystemOptions
+from kvstrata.backends.filesystem.oserrors import config_error, storage_error
+from kvstrata.backends.filesystem.owners import (
+    OWNERS,
+    Owner,
+    dead_owners,
+    remove_owner,
+    root_lock,
+)
+from kvstrata.backends.filesystem.reconcile import Reconciler
+from kvstrata.backends.frame import HEADER_BYTES
+from kvstrata.backends.outcomes import failure
+from kvstrata.boundary import Outcome
+from kvstrata.errors import ClosedError, ConfigError, KvstrataError, StorageError, Where
+from kvstrata.units import format_size, parse_size
+
+logger = logging.getLogger(__name__)
+
+_TRIM_BYTES = 16 << 20
+"""About so much is evicted in one transaction when a root is far over its limit."""
+
+
+class FilesystemBackend(StorageBackend):
+    """Reads and `exists` ask the disk; writes ask the index for room first (`index.py`).
+
+    `sys` stands for the module `os` on the page path (tests make it fail and watch its order).
+    """
+
+    Options = FilesystemOptions
+
+    def __init__(self, options: FilesystemOptions, sys: object = os) -> None:
+        super().__init__(options)
+        self._settings = options
+        self._sys = sys
+        self._max_bytes = parse_size(options.max_bytes)
+        self._min_free_bytes = parse_size(options.min_free_bytes)
+        self._context = BackendContext("filesystem")
+        self._files: FrameFiles | None = None
+        self._owner: Owner | None = None
+        self._database: Database | None = None
+        self._index: StoreIndex | None = None
+        self._reconciler: Reconciler | None = None
+        self._lock = threading.Lock()
+        self._writing = 0
+        self._extra_bytes = 0
+        """What the next write evicts in any case, because the disk was full."""
+
+    @property
+    def concurrency(self) -> int:
+        return self._settings.threads
+
+    @property
+    def max_batch(self) -> int:
+        return self._settings.batch_pages
+
+    @property
+    def index(self) -> StoreIndex:
+        if self._index is None:
+            raise ClosedError("the backend is not open")
+        return self._index
+
+    @property
+    def files(self) -> FrameFiles:
+        if self._files is None:
+            raise ClosedError("the backend is not open")
+        return self._files
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, context: BackendContext) -> None:
+        self._context = context
+        path = self._settings.path
+        try:
+            self._files = FrameFiles(os.path.abspath(path), self._settings.durability, self._sys)
+            self._check_limit(self._files)
+            with root_lock(self._files.root_fd):
+                self._open_locked(self._files)
+        except BaseException as error:
+            self._release()
+            if isinstance(error, OSError):
+                raise config_error(error, path) from error
+            raise
+        if not self._files.anonymous:
+            logger.info("%s has no O_TMPFILE: frames are published from temporary names", path)
+        assert self._reconciler is not None
+        self._reconciler.start()
+
+    def close(self, deadline_s: float) -> None:
+        reconciler, self._reconciler = self._reconciler, None
+        if reconciler is not None and not reconciler.stop(deadline_s):
+            logger.warning("the scan of %s does not end", self._settings.path)
+            return  # it is a daemon; what it uses stays open
+        if self._index is not None:
+            with contextlib.suppress(KvstrataError):
+                self._index.flush()
+        with self._lock:
+            writing = self._writing
+        if self._owner is not None and self._files is not None and not writing:
+            with contextlib.suppress(OSError, StorageError), root_lock(self._files.root_fd):
+                self._owner.close()
+        self._release()
+
+    def wait_for_scan(self, deadline_s: float) -> bool:
+        """True when the index agrees with the disk as it was at some time since `open`."""
+        return self._reconciler is not None and self._reconciler.wait(deadline_s)
+
+    # ── frames ───────────────────────────────────────────────────────────────────────────────────
+
+    def exists(self, objects: Sequence[ObjectId]) -> list[bool]:
+        files = self.files
+        return [files.exists(name) for name in objects]
+
+    def read(self, requests: Sequence[ReadRequest]) -> list[PageResult]:
+        files, results = self.files, []
+        touched: list[ObjectId] = []
+        vanished: list[ObjectId] = []
+        for request in requests:
+            name = request.object
+            try:
+                nbytes = files.read(name, request.buffers)
+            except FileNotFoundError:
+                vanished.append(name)
+                results.append(PageResult(Outcome.MISSING))
+            except OSError as error:
+                results.append(failure(storage_error(error, object_path(name))))
+            else:
+                touched.append(name)
+                results.append(PageResult(Outcome.LOADED, nbytes))
+        try:
+            self.index.touch(touched, vanished)
+        except StorageError as error:
+            logger.warning("the index of %s is not up to date: %s", files.root, error)
+        return results
+
+    def write(self, requests: Sequence[WriteRequest]) -> list[PageResult]:
+        files, index = self.files, self.index
+        pages = [NewPage(r.object, r.parent, r.depth, files.cost(r.nbytes)) for r in requests]
+        with self._lock:
+            self._writing += 1
+        try:
+            reservation = index.reserve(pages, self._limits())
+            if reservation.evicted:
+                self._report_evicted(reservation.evicted)
+            stored: list[bool] = []
+            try:
+                return self._publish(requests, reservation, stored)
+            finally:
+                stored += [False] * (len(reservation.entries) - len(stored))
+                try:
+                    index.settle(reservation, stored)
+                except StorageError as error:  # the frames are there all the same
+                    logger.warning("the index of %s is not up to date: %s", files.root, error)
+        finally:
+            with self._lock:
+                self._writing -= 1
+
+    def delete(self, objects: Sequence[ObjectId]) -> list[bool]:
+        return self.index.delete(objects)
+
+    def scan(self, namespace: bytes | None = None) -> Iterator[StoredObject]:
+        files, index = self.files, self.index
+        for fingerprint in files.namespaces() if namespace is None else [namespace]:
+            for first_byte in files.shards(fingerprint):
+                rows = index.shard(fingerprint, first_byte)
+                for file in files.shard(fingerprint, first_byte):
+                    row = rows.get(file.key)
+                    used_us = file.modified_us if row is None else row.used_us
+                    name = ObjectId(fingerprint, file.key)
+                    yield StoredObject(name, files.cost(file.nbytes), used_us / 1e6)
+
+    def usage(self) -> Usage:
+        usage = self.index.usage()
+        return Usage(usage.used_bytes, self._max_bytes or None, usage.objects)
+
+    def health(self) -> Health:
+        if not self.index.is_complete():
+            return Health(HealthState.DEGRADED, "the index is being rebuilt from the frames")
+        return Health(HealthState.OK)
+
+    def check_integrity(self) -> None:
+        self.index.check_integrity()
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _check_limit(self, files: FrameFiles) -> None:
+        largest = max(self._context.page_bytes.values(), default=0)
+        cost = files.cost(HEADER_BYTES + largest)
+        if 0 < self._max_bytes < cost:
+            raise ConfigError(
+                f"max_bytes is {format_size(self._max_bytes)}, and one page takes "
+                f"{format_size(cost)}",
+                remedy="raise it; a useful store holds thousands of pages",
+                where=Where(key="max_bytes"),
+            )
+
+    def _open_locked(self, files: FrameFiles) -> None:
+        """What needs the root's lock: nobody else opens, closes or removes dead owners now."""
+        root_fd = files.root_fd
+        self._owner = Owner(root_fd)
+        files.probe(self._owner.folder)
+        self._database = Database(files.root, root_fd, lambda: not files.namespaces(), self._lost)
+        self._database.open()
+        self._index = StoreIndex(self._database, self._owner.name, files)
+        dead = dead_owners(root_fd)
+        for name in {*dead, *(self._index.owners().difference(os.listdir(self._owners_path())))}:
+            self._index.recover(name)
+        for name in dead:
+            remove_owner(name, root_fd)
+        self._reconciler = Reconciler(self._index, files, self._trim)
+
+    def _owners_path(self) -> str:
+        return os.path.join(self.files.root, OWNERS)
+
+    def _release(self) -> None:
+        if self._database is not None:
+            self._database.close()
+        if self._owner is not None and not self._writing:
+            self._owner.abandon()
+        if self._files is not None and not self._writing:
+            self._files.close()
+        self._files = self._owner = self._database = self._index = self._reconciler = None
+
+    def _lost(self) -> None:
+        if self._reconciler is not None:
+            self._reconciler.request()
+
+    def _limits(self) -> Limits:
+        extra, self._extra_bytes = self._extra_bytes, 0
+        free = self._free_bytes if self._min_free_bytes else None
+        return Limits(self._max_bytes, free, extra)
+
+    def _free_bytes(self) -> int:
+        found = os.fstatvfs(self.files.root_fd)
+        return found.f_bavail * found.f_frsize - self._min_free_bytes
+
+    def _publish(
+        self, requests: Sequence[WriteRequest], reservation: Reservation, stored: list[bool]
+    ) -> list[PageResult]:
+        """Write what may be written, in order; `stored` gets one value an entry."""
+        files, results = self.files, []
+        lost: set[ObjectId] = set()
+        for request, outcome in zip(requests, reservation.outcomes, strict=True):
+            result = PageResult(outcome)
+            if outcome is Outcome.STORED:
+                if request.parent in lost:
+                    result = PageResult(Outcome.PARENT_MISSING)
+                else:
+                    result = self._publish_one(files, request)
+                stored.append(result.outcome is Outcome.STORED)
+            elif outcome is Outcome.FULL:
+                result = PageResult(outcome, 0, self._full_message())
+            if not result.outcome.is_stored:
+                lost.add(request.object)
+            results.append(result)
+        entries = zip(reservation.entries, stored, strict=True)
+        try:
+            files.sync_names(entry.object for entry, is_stored in entries if is_stored)
+        except OSError as error:
+            raise storage_error(error, files.root) from error
+        return results
+
+    def _publish_one(self, files: FrameFiles, request: WriteRequest) -> PageResult:
+        try:
+            outcome = files.publish(request.object, request.buffers)
+        except OSError as error:
+            result = failure(storage_error(error, object_path(request.object)))
+            if result.outcome is Outcome.FULL:
+                self._extra_bytes += files.cost(request.nbytes)
+            return result
+        return PageResult(outcome, request.nbytes if outcome is Outcome.STORED else 0)
+
+    def _full_message(self) -> str:
+        limit = format_size(self._max_bytes) if self._max_bytes else "none"
+        return f"no room can be made (max_bytes {limit}, min_free_bytes {self._min_free_bytes})"
+
+    def _trim(self) -> None:
+        """Evict what is over the limits; say that there may be room."""
+        limits = self._limits()
+        while evicted := self.index.trim(limits, _TRIM_BYTES):
+            self._report_evicted(evicted)
+        self._report_evicted([])
+
+    def _report_evicted(self, objects: list[ObjectId]) -> None:
+        if self._context.on_evicted is not None:
+            self._context.on_evicted(objects)

@@ -1,0 +1,227 @@
+"""The SQLite file of the index: its generations, its transactions, its damage.
+
+The index is derived from the frames, so it is never worth more than a rebuild. A database that is
+damaged, or whose file vanished, is not repaired: the next *generation* (`index-v1-<n>.sqlite`) is
+made, empty, and every process on the root moves to it before its next transaction. SQLite removes
+its `-wal` file by name when the last connection closes; a name that is never used twice keeps a
+process that still holds the old file from removing what belongs to the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvstrata.backends.filesystem.oserrors import index_error, is_damage
+from kvstrata.backends.filesystem.owners import root_lock
+from kvstrata.errors import ClosedError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_NAME = re.compile(r"index-v1-(\d+)\.sqlite")
+_BUSY_WAIT_S = 10.0
+
+SCHEMA = """
+CREATE TABLE meta(
+  id INTEGER PRIMARY KEY,
+  used INTEGER NOT NULL,       -- cost of all frames that are present
+  objects INTEGER NOT NULL,    -- how many they are
+  inflight INTEGER NOT NULL,   -- cost of all batches
+  next_id INTEGER NOT NULL,    -- of the next row of frames
+  stamp INTEGER NOT NULL,      -- the last `used` given out
+  removals INTEGER NOT NULL,   -- how often frames went otherwise than by eviction
+  complete INTEGER NOT NULL    -- 1: every frame on disk has its row
+);
+CREATE TABLE namespaces(id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL UNIQUE);
+CREATE TABLE frames(
+  id INTEGER PRIMARY KEY,
+  ns INTEGER NOT NULL,
+  key BLOB NOT NULL,
+  parent INTEGER,              -- id of the parent's row; NULL: depth 0, or not known
+  children INTEGER NOT NULL,   -- how many rows have this one as parent
+  pins INTEGER NOT NULL,       -- how many batches have pages whose parent this is
+  depth INTEGER NOT NULL,
+  cost INTEGER NOT NULL,
+  used INTEGER NOT NULL,       -- when last used: microseconds, made to grow
+  present INTEGER NOT NULL,    -- 0: the frame is gone; the row stays while children or pins need it
+  UNIQUE(ns, key)
+);
+CREATE INDEX leaves ON frames(used) WHERE present=1 AND children=0 AND pins=0;
+CREATE TABLE batches(          -- reservations: frames that are being published
+  id INTEGER PRIMARY KEY,
+  owner TEXT NOT NULL,
+  cost INTEGER NOT NULL,
+  manifest BLOB NOT NULL
+);
+"""
+
+
+class Database:
+    """One connection, one transaction at a time. Thread-safe; unusable after a fork.
+
+    `is_empty` says whether a new generation is complete as it is: there are no frames on disk.
+    `on_replaced` is called when it moved to another generation; it does not block.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        root_fd: int,
+        is_empty: Callable[[], bool],
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self.generation = 0
+        self._root = root
+        self._root_fd = root_fd
+        self._is_empty = is_empty
+        self._on_replaced = on_replaced
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self._root, _file_name(self.generation))
+
+    def open(self) -> None:
+        """Connect to the current generation, or make one. Needs the root's lock."""
+        try:
+            self._connect(max(self._generations(), default=1))
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise index_error(error, self.path) from error
+            self._replace()
+
+    def close(self) -> None:
+        with self._lock:
+            self._disconnect()
+
+    def run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """`work` in one immediate transaction. It may be run twice: after damage is found.
+
+        Raises `StorageError` for what SQLite raises, `ClosedError` after `close` or in a fork.
+        """
+        with self._lock:
+            for first in (True, False):
+                try:
+                    return _transact(self._current(), work)
+                except sqlite3.Error as error:
+                    if not (first and is_damage(error)):
+                        raise index_error(error, self.path) from error
+                    logger.warning("the index %s is damaged (%s); rebuilding", self.path, error)
+                    with root_lock(self._root_fd):
+                        self._replace()
+            raise AssertionError("unreachable")
+
+    # ── generations ──────────────────────────────────────────────────────────────────────────────
+
+    def _current(self) -> sqlite3.Connection:
+        """The connection to the newest generation."""
+        if self._connection is None or self._pid != os.getpid():
+            raise ClosedError("the index is closed, or was opened by the parent of this process")
+        if not self._is_newest():
+            with root_lock(self._root_fd):
+                newest = max(self._generations(), default=0)
+                if newest <= self.generation:  # our own file has vanished
+                    self._replace()
+                else:
+                    self._connect(newest)
+        return self._connection
+
+    def _is_newest(self) -> bool:
+        if os.access(_file_name(self.generation + 1), os.F_OK, dir_fd=self._root_fd):
+            return False
+        try:
+            found = os.stat(_file_name(self.generation), dir_fd=self._root_fd)
+        except FileNotFoundError:
+            return False
+        return found.st_ino == self._inode
+
+    def _replace(self) -> None:
+        """Move to a generation after the one that is damaged or lost. Needs the root's lock."""
+        newest = max(self._generations(), default=0)
+        self._connect(newest if newest > self.generation else self.generation + 1)
+
+    def _connect(self, generation: int) -> None:
+        self._disconnect()
+        if self.generation:
+            self._on_replaced()
+        self.generation = generation
+        name = _file_name(generation)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC  # SQLite gives its other files this mode
+        fd = os.open(name, flags, 0o600, dir_fd=self._root_fd)
+        self._inode = os.fstat(fd).st_ino
+        os.close(fd)
+        connection = sqlite3.connect(
+            self.path,
+            timeout=_BUSY_WAIT_S,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=512,
+        )
+        self._connection = connection
+        _configure(connection)
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not tables:
+            complete = int(self._is_empty())
+            values = f"INSERT INTO meta VALUES (1, 0, 0, 0, 1, 0, 0, {complete});"
+            connection.executescript(f"BEGIN IMMEDIATE;{SCHEMA}{values}COMMIT;")
+        for old in self._generations():
+            if old < generation:
+                self._remove(old)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None and self._pid == os.getpid():
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+    def _generations(self) -> list[int]:
+        return [int(m[1]) for name in os.listdir(self._root) if (m := _NAME.fullmatch(name))]
+
+    def _remove(self, generation: int) -> None:
+        name = _file_name(generation)
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name + suffix, dir_fd=self._root_fd)
+
+
+def _file_name(generation: int) -> str:
+    return f"index-v1-{generation}.sqlite"
+
+
+def _configure(connection: sqlite3.Connection) -> None:
+    """No wait for the device: a power loss at worst costs a rebuild."""
+    try:
+        connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    except sqlite3.OperationalError:  # no shared memory on this file system
+        connection.execute("PRAGMA journal_mode=TRUNCATE").fetchone()
+    for pragma in (
+        "synchronous=OFF",
+        "secure_delete=OFF",
+        "wal_autocheckpoint=4000",
+        "cache_size=-16384",
+        "temp_store=MEMORY",
+    ):
+        connection.execute(f"PRAGMA {pragma}").fetchone()
+
+
+def _transact(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], _T]) -> _T:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        result = work(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+    return result
