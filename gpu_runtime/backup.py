@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvstrata.boundary import BackedUp, Backup
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.move import Move
@@ -56,6 +58,31 @@ class BackupToL2(Move):
         self.end(BackedUp(action_id=self.action_id, n=n, extents=extents, cause=cause))
 
 
+class StoreQueue:
+    """Backups to L3 in the order in which control asked for them.
+
+    One asks for its chunks only when all chunks of those before it were granted: so no page goes to
+    a backend before its parent, however small the window is. Under the runtime's lock.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[BackupToL3] = deque()
+
+    def join(self, move: BackupToL3) -> None:
+        self._waiting.append(move)
+        if len(self._waiting) == 1:
+            move.ask()
+
+    def leave(self, move: BackupToL3) -> None:
+        """`move` will not ask again. Idempotent."""
+        if move not in self._waiting:
+            return
+        was_first = self._waiting[0] is move
+        self._waiting.remove(move)
+        if was_first and self._waiting:
+            self._waiting[0].ask()
+
+
 class BackupToL3(Move):
     """Store pages, chunk by chunk in chain order; a chunk that fails ends the action.
 
@@ -64,9 +91,17 @@ class BackupToL3(Move):
     """
 
     def __init__(
-        self, core: RuntimeCore, copies: Copies, action: Backup, tier: Tier, source: PageSet
+        self,
+        core: RuntimeCore,
+        copies: Copies,
+        action: Backup,
+        tier: Tier,
+        source: PageSet,
+        *,
+        queue: StoreQueue,
     ) -> None:
         super().__init__(core, copies, action.action_id)
+        self.queue = queue
         self.keys, self.deadline_s, self.tier, self.source = (
             action.keys,
             action.deadline_s,
@@ -82,7 +117,7 @@ class BackupToL3(Move):
         self.request: SlotRequest | None = None
         for name, pages in source.items():
             self._table(name).begin_backup(pages)
-        self._ask()
+        queue.join(self)
 
     def cancel(self) -> None:
         super().cancel()
@@ -93,9 +128,10 @@ class BackupToL3(Move):
     def _table(self, name: str) -> PageTable:
         return self.core.table(self.tier, name)
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Queue for the next chunk, or end when none is left."""
         if self.cause or self.cancelled or self.next == len(self.chunks):
+            self.queue.leave(self)
             self._finish_if_idle()
             return
         start, stop = self.chunks[self.next]
@@ -104,6 +140,8 @@ class BackupToL3(Move):
 
         def granted(slots: Slots) -> None:
             self.request = None
+            if self.next == len(self.chunks):
+                self.queue.leave(self)
             if self.tier is Tier.L1:
                 self._copy(index, slots)
             else:
@@ -114,6 +152,7 @@ class BackupToL3(Move):
             self.running -= 1
             self.next = index
             self.cause = cause
+            self.queue.leave(self)
             self._finish_if_idle()
 
         self.request = SlotRequest(
@@ -139,10 +178,11 @@ class BackupToL3(Move):
                 self.stored[index], self.cause = 0, error
                 self.core.staging.end_lend(self.core.backend_name, stop - start)
                 self.core.staging.give_back(slots)
+                self.queue.leave(self)
                 self._finish_if_idle()
                 return
             self._store(index, slots)
-            self._ask()  # the D2H of the next chunk overlaps this store
+            self.ask()  # the D2H of the next chunk overlaps this store
 
         self.copies.d2h(part, slots, copied)
 
@@ -159,7 +199,7 @@ class BackupToL3(Move):
             if n < stop - start:
                 self.cause = self.cause or cause
             if self.tier is Tier.L2:
-                self._ask()
+                self.ask()
             else:
                 self._finish_if_idle()
 
@@ -206,8 +246,15 @@ class BackupToL3(Move):
 
 
 def start_backup(
-    core: RuntimeCore, copies: Copies, action: Backup, tier: Tier, source: PageSet
+    core: RuntimeCore,
+    copies: Copies,
+    action: Backup,
+    tier: Tier,
+    source: PageSet,
+    *,
+    queue: StoreQueue,
 ) -> Move:
+    """Start; the source pages are held until they were read."""
     if action.target is Tier.L2:
         return BackupToL2(core, copies, action, source)
-    return BackupToL3(core, copies, action, tier, source)
+    return BackupToL3(core, copies, action, tier, source, queue=queue)

@@ -19,6 +19,7 @@ from kvstrata.boundary import (
     PoolCapacity,
     RuntimeEvent,
     StatusReport,
+    Wake,
 )
 from kvstrata.errors import IntegrityError, PlanError, StaleHandleError
 from kvstrata.gpu_runtime.base import Device
@@ -109,6 +110,8 @@ class RuntimeCore:
         self.closed = False
         self._events: deque[RuntimeEvent] = deque()
         self._wake = threading.Condition()
+        self._waiting_for: tuple[type[RuntimeEvent], ...] = (RuntimeEvent,)
+        self._nudged = False
         self._open_actions: set[int] = set()
         self._frees: list[_PendingFree] = []
         self.prefill_tokens = 0
@@ -120,6 +123,13 @@ class RuntimeCore:
         """Queue an event for `poll`. Any thread."""
         with self._wake:
             self._events.append(event)
+            if isinstance(event, self._waiting_for):
+                self._wake.notify()
+
+    def nudge(self) -> None:
+        """End the wait of `poll`: staging lacks pages that only control can free."""
+        with self._wake:
+            self._nudged = True
             self._wake.notify()
 
     def open_action(self, action_id: int) -> None:
@@ -141,10 +151,16 @@ class RuntimeCore:
         for action_id in sorted(self._open_actions):
             self.end_action(action_id, ActionFailed(action_id=action_id, cause=cause))
 
-    def take_events(self, timeout_s: float) -> list[Event]:
+    def take_events(self, timeout_s: float, wake: Wake) -> list[Event]:
+        """What `poll` returns; one caller at a time."""
+        kinds = wake.kinds
         with self._wake:
-            if not self._events and timeout_s > 0:
-                self._wake.wait(timeout_s)
+            self._waiting_for = kinds
+            self._wake.wait_for(
+                lambda: self._nudged or any(isinstance(event, kinds) for event in self._events),
+                timeout_s,
+            )
+            self._nudged = False
             events: list[Event] = list(self._events)  # type: ignore[arg-type]
             self._events.clear()
         with self.lock:
@@ -153,12 +169,12 @@ class RuntimeCore:
 
     def _status(self) -> StatusReport:
         capacity = [
-            PoolCapacity(Tier.L1, name, table.total, table.free, table.freeing, 0)
+            PoolCapacity(Tier.L1, name, table.total, table.free, table.freeing)
             for name, table in self.tables.items()
         ]
-        waiting = self.staging.waiting
+        waiting, reserve = self.staging.waiting, self.staging.reserve_pages
         capacity += [
-            PoolCapacity(Tier.L2, name, table.total, table.free, table.freeing, waiting)
+            PoolCapacity(Tier.L2, name, table.total, table.free, table.freeing, waiting, reserve)
             for name, table in self.staging.tables.items()
         ]
         loads, writes = self.staging.queued

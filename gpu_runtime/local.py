@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstrata.backends import StorageWorker, WorkerStats
 from kvstrata.boundary import (
     Action,
+    Backup,
     BatchPlan,
     BatchTicket,
     Event,
     Free,
     PreparedBatchHandle,
+    Wake,
 )
 from kvstrata.errors import ClosedError
 from kvstrata.gpu_runtime.base import Device, ModelRunner
@@ -75,12 +77,10 @@ class LocalGPURuntime:
             self._apply(actions)
 
     def _apply(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Free):
-                self._moves.start(action)
-        for action in actions:
-            if not isinstance(action, Free):
-                self._moves.start(action)
+        """Backups hold their source before a free of the same message takes it away, and frees
+        make room before what follows asks for it."""
+        for action in sorted(actions, key=_turn):
+            self._moves.start(action)
 
     def cancel(self, what: RequestRuntimeHandle | int) -> None:
         with self._core.lock:
@@ -89,8 +89,8 @@ class LocalGPURuntime:
             else:
                 self._moves.cancel(what)
 
-    def poll(self, timeout_s: float) -> list[Event]:
-        return self._core.take_events(timeout_s)
+    def poll(self, timeout_s: float, wake: Wake = Wake.ANY) -> list[Event]:
+        return self._core.take_events(timeout_s, wake)
 
     def close(self, deadline_s: float) -> None:
         """Idempotent. Storage jobs that are stuck are left behind as daemon threads."""
@@ -141,3 +141,7 @@ class LocalGPURuntime:
             self._batches.rows.check_integrity()
         if self._core.worker is not None:
             self._core.worker.check_integrity()
+
+
+def _turn(action: Action) -> int:
+    return 0 if isinstance(action, Backup) else 1 if isinstance(action, Free) else 2

@@ -18,7 +18,7 @@ from kvstrata.boundary import (
     Restored,
 )
 from kvstrata.errors import CapacityError, StaleHandleError
-from kvstrata.gpu_runtime.backup import start_backup
+from kvstrata.gpu_runtime.backup import StoreQueue, start_backup
 from kvstrata.gpu_runtime.core import RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.prefetch import start_prefetch
@@ -33,6 +33,7 @@ class Moves:
         self.core = core
         self.copies = Copies(core)
         self._moves: dict[int, Move] = {}
+        self._stores = StoreQueue()
 
     def start(self, action: Action) -> None:
         match action:
@@ -57,6 +58,11 @@ class Moves:
             self._moves[move.action_id] = move
         if len(self._moves) > 64:
             self._moves = {k: m for k, m in self._moves.items() if not m.ended}
+
+    def _nudge_if_short(self) -> None:
+        cached = self.core.settings.mode is StagingMode.CACHE
+        if cached and self.core.staging.waiting > self.core.staging.freeing:
+            self.core.nudge()
 
     def _ask_storage(self, action: Lookup | Drop) -> None:
         """Ask the worker about every component; the least count is the answer."""
@@ -101,7 +107,9 @@ class Moves:
         elif action.target is Tier.L2 and core.settings.mode is StagingMode.BUFFER_ONLY:
             self._refuse(action.action_id, "path", "buffer_only keeps no pages in L2")
         else:
-            self._track(start_backup(core, self.copies, action, tier, pages))
+            move = start_backup(core, self.copies, action, tier, pages, queue=self._stores)
+            self._track(move)
+            self._nudge_if_short()
 
     def _prefetch(self, action: Prefetch) -> None:
         core = self.core
@@ -115,6 +123,7 @@ class Moves:
             self._refuse(action.action_id, "path", "buffer_only keeps no pages in L2")
         else:
             self._track(start_prefetch(core, self.copies, action))
+            self._nudge_if_short()
 
     def _restore(self, action: Restore) -> None:
         core = self.core

@@ -154,9 +154,6 @@ class Admission:
             cache.touch(path)
         self._claim(request, path)
         request.state = RequestState.STAGING
-        if target is Tier.L1:
-            to_l1 = sum(n.page_count for m in missing for n in m.nodes)
-            cache.outbox.extend(cache.evict_for(Tier.L1, to_l1))
         for part in missing:
             action_id = self._move(request, part, target)
             request.loads_open.add(action_id)

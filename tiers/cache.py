@@ -33,7 +33,7 @@ from kvstrata.boundary import (
     TierDegraded,
 )
 from kvstrata.errors import IntegrityError
-from kvstrata.handles import Extents, StagingMode, Tier, slice_extents
+from kvstrata.handles import Extents, StagingMode, Tier, page_count, slice_extents
 from kvstrata.tiers.node import L3State, Node
 from kvstrata.tiers.policies import WritePolicy
 from kvstrata.tiers.tree import TreeCore
@@ -62,6 +62,7 @@ class TierRoom:
     free: int = 0
     freeing: int = 0
     waiting: int = 0
+    reserve: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,17 @@ class CacheControl:
     def _note_load(self, action_id: int, load: _PendingLoad) -> None:
         self.tree.lock(load.end)
         self._loads[action_id] = load
-        if load.target is Tier.L1:
-            room = self.room[Tier.L1]
-            self.room[Tier.L1] = replace(room, free=room.free - load.count)
+        self._take(load.target, load.count)
+
+    def _take(self, tier: Tier, pages: int, keep: int = 0) -> None:
+        """An action is going to take `pages` pages of a tier: make room for it, and remember."""
+        self.outbox.extend(self.evict_for(tier, pages + keep))
+        self.note_taken(tier, pages)
+
+    def note_taken(self, tier: Tier, pages: int) -> None:
+        """`pages` pages are taken, as the next report of the runtime will say."""
+        room = self.room[tier]
+        self.room[tier] = replace(room, free=room.free - pages)
 
     def free(self, extents: Extents) -> Free:
         """Give a claim up; the action is returned, not queued."""
@@ -166,8 +175,9 @@ class CacheControl:
         room = self.room[tier]
         pages = need - room.free - room.freeing
         victims = self.tree.evict(tier, pages) if pages > 0 else []
-        for _, extents in victims:
-            self.counters[f"evicted_{tier.name.lower()}"] += extents[0].page_count
+        gone = sum(page_count(extents) for _, extents in victims)
+        self.counters[f"evicted_{tier.name.lower()}"] += gone
+        self.room[tier] = replace(room, freeing=room.freeing + gone)
         return [self.free(extents) for _, extents in victims]
 
     def make_l2_room(self) -> None:
@@ -224,12 +234,13 @@ class CacheControl:
         target = self._write.backup_target(node, ready, self.mode)
         if target is None or (target is Tier.L3 and not self._may_store(node)):
             return
-        if any(p.end is node and p.target is target for p in self._backups.values()):
+        if target is Tier.L2 and self._is_going_to_l2(node):
             return
         action_id = next(self._ids)
         locked = target is Tier.L2
         if locked:
             self.tree.lock(node)  # it must not leave L1 before its copy is known
+            self._take(Tier.L2, node.page_count, self.room[Tier.L2].reserve)
         else:
             self.tree.set_l3(node, L3State.QUEUED)
         self._backups[action_id] = _PendingBackup(node, node.page_count, target, locked)
@@ -245,6 +256,11 @@ class CacheControl:
         )
         if target is Tier.L3:
             self._store_children(node)
+
+    def _is_going_to_l2(self, node: Node) -> bool:
+        """Is a copy of it under way, perhaps as a part of what has been split since?"""
+        pending = (p for p in self._backups.values() if p.target is Tier.L2)
+        return any(node in self.tree.span(p.end, p.count) for p in pending)
 
     def _may_store(self, node: Node) -> bool:
         """The prefix stays closed: no page is stored below one that is not stored or queued."""
@@ -294,6 +310,7 @@ class CacheControl:
                     min(c.free for c in pools),
                     min(c.freeing for c in pools),
                     max(c.waiting for c in pools),
+                    max(c.reserve for c in pools),
                 )
 
     def _failed(self, event: ActionFailed) -> None:

@@ -87,8 +87,6 @@ class Request:
     handle: RequestRuntimeHandle | None = None
     planned_kv: int = 0
     """Positions whose KV exists when all its batches have run."""
-    batches: int = 0
-    """Batches under way that name it."""
     cached_tokens: int = 0
     output: bytes = b""
     output_done: bool = False

@@ -1,8 +1,9 @@
 """The reference scheduler: continuous batches over `RuntimeInterface`.
 
-One thread calls `submit`, `abort` and `step`. A step makes at most one call of each kind across
-the boundary: poll, then prepare and execute, or apply. Batch N+1 is prepared, and enqueued, while
-batch N runs.
+One thread calls `submit`, `abort` and `step`. A batch takes a prepare and an execute; a poll waits
+for what can let the next one go, and actions travel with the next plan, or in one apply where
+there is none: the calls a batch do not depend on its rows, pages or tokens. Batch N+1 is prepared,
+and enqueued, while batch N runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from itertools import islice
 from kvstrata.boundary import (
     BatchDone,
     BatchPlan,
-    BatchTicket,
     Event,
     Free,
     OpenRow,
@@ -24,6 +24,7 @@ from kvstrata.boundary import (
     RowResult,
     RowStatus,
     RuntimeInterface,
+    Wake,
 )
 from kvstrata.errors import CapacityError, IntegrityError
 from kvstrata.handles import RequestRuntimeHandle, Tier, page_count, slice_extents
@@ -41,11 +42,22 @@ class SchedulerSettings:
     """`depth` batches may be prepared or running at a time."""
 
     page_tokens: int
+    max_context_tokens: int = 131_072
     max_batch: int = 8
     chunk_tokens: int = 16_384
     lookahead: int = 16
     decode_steps: int = 64
     depth: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedRow:
+    """One row of the next batch; its KV ends at `end` then, and it takes `new_pages` L1 pages."""
+
+    request: Request
+    plan: RowPlan
+    end: int
+    new_pages: int
 
 
 class Scheduler:
@@ -68,7 +80,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._ready: deque[Request] = deque()
         self._running: dict[RequestRuntimeHandle, Request] = {}
-        self._batches: dict[int, list[tuple[Request, int]]] = {}
+        self._batches: dict[int, list[Request]] = {}
         self._release: list[RequestRuntimeHandle] = []
         self._results: list[RequestResult] = []
         self._memory_short = False
@@ -109,6 +121,9 @@ class Scheduler:
         need, room = self.admission.footprint(request), self.cache.room[Tier.L1]
         if need > room.total:
             raise CapacityError("L1, for one request", need=need, free=room.total, freeing=0)
+        positions, most = request.prompt_tokens + max_new_tokens, self.settings.max_context_tokens
+        if positions > most:
+            raise CapacityError("positions of one row", need=positions, free=most, freeing=0)
         self._next_id += 1
         self._requests[request.request_id] = request
         self._queue.append(request)
@@ -140,16 +155,27 @@ class Scheduler:
         return not busy and not self.cache.in_flight
 
     def step(self, timeout_s: float) -> list[RequestResult]:
-        """Take events, admit, and send at most one batch. Waits up to `timeout_s` for an event
-        when there was nothing to send. Returns the requests that ended."""
+        """Admit, send the batches that can be sent, and take events, for which it waits up to
+        `timeout_s`. Returns the requests that ended."""
         self._advance()
-        sent = self._send()
-        events_due = not sent and bool(self._batches or self.cache.in_flight)
-        self._note(self._poll(timeout_s if events_due else 0.0))
-        if not events_due and not sent and self._requests:
+        while self._send():
+            self._advance()
+        if self.cache.outbox:
+            actions, self.cache.outbox = self.cache.outbox, []
+            self.calls["apply"] += 1
+            self._runtime.apply(actions)
+        if self._batches or self.cache.in_flight:
+            self._note(self._poll(timeout_s))
+        elif self._requests and not self._results:
             self._check_progress()
         results, self._results = self._results, []
         return results
+
+    def _wake(self) -> Wake:
+        """What is worth waking for now."""
+        if not self._batches:
+            return Wake.ANY
+        return Wake.BATCH if len(self._batches) >= self.settings.depth else Wake.LOADS
 
     def run_until_idle(self, timeout_s: float) -> list[RequestResult]:
         """Step until nothing is open. Raises IntegrityError when `timeout_s` was not enough."""
@@ -170,7 +196,7 @@ class Scheduler:
             for request in ahead:
                 if request.state is RequestState.WAITING and request.located_pages < 0:
                     self._look_up(request)
-        room = self.settings.max_batch * self.settings.depth - len(self.admission.admitted)
+        room = self.settings.max_batch * (self.settings.depth + 1) - len(self.admission.admitted)
         for request in ahead:
             if room <= 0:
                 break
@@ -185,7 +211,6 @@ class Scheduler:
                 self._queue.remove(request)
                 room -= 1
                 self._stage(request)
-        self.cache.make_l2_room()
 
     def _stage(self, request: Request) -> None:
         if request.state is RequestState.READY:
@@ -211,136 +236,130 @@ class Scheduler:
     # ── batches ──────────────────────────────────────────────────────────────────────────────────
 
     def _send(self) -> bool:
-        """Prepare and execute a batch if there is one; else apply what is in the outbox."""
+        """Prepare and execute one batch, if there is one to send."""
         rows = self._plan_rows() if len(self._batches) < self.settings.depth else []
-        if rows or self._release:
-            return self._send_batch(rows)
-        if self.cache.outbox:
-            actions, self.cache.outbox = self.cache.outbox, []
-            self.calls["apply"] += 1
-            self._runtime.apply(actions)
-            return True
-        return False
+        if not rows and not self._release:
+            return False
+        return self._send_batch(rows)
 
-    def _plan_rows(self) -> list[tuple[Request, RowPlan, int]]:
-        """Rows of the next batch: running requests first, then READY ones. With each: new pages."""
-        size, limit = self.settings.page_tokens, self.settings.max_batch
-        rows: list[tuple[Request, RowPlan, int]] = []
+    def _plan_rows(self) -> list[_PlannedRow]:
+        """Rows of the next batch: running requests first, then READY ones.
+
+        After a batch did not fit, only what fits into the pages that are free for certain, as long
+        as anything is under way that can free more.
+        """
+        limit, free = self.settings.max_batch, self.cache.room[Tier.L1].free
+        short = self._memory_short and bool(self._batches or self.cache.in_flight)
+        rows: list[_PlannedRow] = []
         for request in self._running.values():
-            if len(rows) == limit:
-                return rows
-            if request.output_done or request.state.is_end or request.planned_kv >= request.max_kv:
+            done = request.output_done or request.planned_kv >= request.max_kv
+            if len(rows) == limit or done:
                 continue
             assert request.handle is not None
-            plan = self._next_chunk(request, request.handle)
-            end = self._end_of(request, plan)
-            rows.append((request, plan, -(-end // size) - -(-request.planned_kv // size)))
-        while self._ready and len(rows) < limit and not self._memory_short:
-            request = self._ready.popleft()
-            rows.append(self._open_plan(request, sum(1 for r in rows if r[0].handle is None)))
+            row = self._next_chunk(request, request.handle)
+            if not short or row.new_pages <= free:
+                rows.append(row)
+                free -= row.new_pages
+        opening = 0
+        while self._ready and len(rows) < limit:
+            row = self._first_chunk(self._ready[0], opening)
+            if short and row.new_pages > free:
+                break
+            rows.append(row)
+            free -= row.new_pages
+            opening += 1
+            self._ready.popleft()
         return rows
 
-    def _next_chunk(self, request: Request, row: RequestRuntimeHandle) -> RowPlan:
+    def _next_chunk(self, request: Request, handle: RequestRuntimeHandle) -> _PlannedRow:
+        """The next prefill chunk of a running request, or its next tokens."""
+        start = request.planned_kv
         if request.prefilled:
-            return RowPlan(row=row)
-        left = request.prompt_tokens - request.planned_kv
-        count = min(left, self.settings.chunk_tokens)
-        return RowPlan(row=row, start=request.planned_kv, count=count)
+            plan = RowPlan(row=handle)
+            end = min(start + self.settings.decode_steps, request.max_kv)
+        else:
+            count = min(request.prompt_tokens - start, self.settings.chunk_tokens)
+            plan = RowPlan(row=handle, start=start, count=count)
+            end = start + count
+        return _PlannedRow(request, plan, end, self._pages(end) - self._pages(start))
 
-    def _open_plan(self, request: Request, index: int) -> tuple[Request, RowPlan, int]:
+    def _first_chunk(self, request: Request, index: int) -> _PlannedRow:
+        """The first chunk of a READY request, with what it attaches and restores."""
         size = self.settings.page_tokens
         lead = next((i for i, n in enumerate(request.path) if not n.l1), len(request.path))
-        attach = tuple(e for node in request.path[:lead] for e in node.l1)
-        restore = tuple(e for node in request.path[lead:] for e in node.l2)
         restored = sum(node.page_count for node in request.path[lead:])
         cached = restored + sum(node.page_count for node in request.path[:lead])
         start = min(cached * size, request.prompt_tokens - 1)
-        request.cached_tokens = start
         count = min(request.prompt_tokens - start, self.settings.chunk_tokens)
-        plan = RowPlan(row=index, attach=attach, restore=restore, start=start, count=count)
-        copy = 1 if start < cached * size else 0
-        new = -(-(start + count) // size) - cached + restored + copy
-        return request, plan, new
+        request.cached_tokens = start
+        plan = RowPlan(
+            row=index,
+            attach=tuple(e for node in request.path[:lead] for e in node.l1),
+            restore=tuple(e for node in request.path[lead:] for e in node.l2),
+            start=start,
+            count=count,
+        )
+        private_copy = 1 if start < cached * size else 0
+        new = self._pages(start + count) - cached + restored + private_copy
+        return _PlannedRow(request, plan, start + count, new)
 
-    def _end_of(self, request: Request, plan: RowPlan) -> int:
-        if plan.count:
-            return plan.start + plan.count
-        return min(request.planned_kv + self.settings.decode_steps, request.max_kv)
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.settings.page_tokens)
 
-    def _send_batch(self, rows: list[tuple[Request, RowPlan, int]]) -> bool:
+    def _send_batch(self, rows: list[_PlannedRow]) -> bool:
         cache = self.cache
-        need = sum(new for _, _, new in rows)
+        need = sum(row.new_pages for row in rows)
         frees = cache.evict_for(Tier.L1, need)
         actions, cache.outbox = cache.outbox, []
         release, self._release = self._release, []
-        opening = [request for request, _, _ in rows if request.handle is None]
+        opening = [row.request for row in rows if row.request.handle is None]
         plan = BatchPlan(
             release=tuple(release),
             frees=(*frees, *(a for a in actions if isinstance(a, Free))),
             actions=tuple(a for a in actions if not isinstance(a, Free)),
-            open=tuple(self._open_row(request) for request in opening),
-            rows=tuple(row for _, row, _ in rows),
+            open=tuple(_open_row(request) for request in opening),
+            rows=tuple(row.plan for row in rows),
             steps=self.settings.decode_steps,
         )
         self.calls["prepare_batch"] += 1
         try:
             prepared = self._runtime.prepare_batch(plan)
         except CapacityError as exc:
-            self._memory_short = True
             self._ready.extendleft(reversed(opening))
             self.counters["deferred_batches"] += 1
-            if not self._batches and not exc.freeing and not cache.in_flight:
+            if not self._batches and not cache.in_flight:
                 raise IntegrityError(f"nothing can make room: {exc}; {self.describe()}") from exc
+            self._memory_short = True
             return False
         if not rows:
-            return True
+            return False
+        self._memory_short = False
+        cache.note_taken(Tier.L1, need)
         self.calls["execute_batch"] += 1
-        ticket = self._runtime.execute_batch(prepared)
-        self._note_sent(rows, opening, prepared.opened, ticket)
-        return True
-
-    def _note_sent(
-        self,
-        rows: list[tuple[Request, RowPlan, int]],
-        opening: list[Request],
-        opened: tuple[RequestRuntimeHandle, ...],
-        ticket: BatchTicket,
-    ) -> None:
         self.calls["batches"] += 1
-        for request, handle in zip(opening, opened, strict=True):
+        ticket = self._runtime.execute_batch(prepared)
+        for request, handle in zip(opening, prepared.opened, strict=True):
             request.handle = handle
             request.state = RequestState.RUNNING
             self._running[handle] = request
-        parts = []
-        for request, row, _ in rows:
-            request.planned_kv = self._end_of(request, row)
-            request.batches += 1
-            parts.append((request, request.planned_kv))
-        self._batches[ticket.batch_id] = parts
-
-    def _open_row(self, request: Request) -> OpenRow:
-        return OpenRow(
-            tokens=request.tokens,
-            namespace=request.chain.namespace,
-            max_new_tokens=request.max_new_tokens,
-            stop_tokens=request.stop_tokens,
-            payload=request.payload,
-        )
+        for row in rows:
+            row.request.planned_kv = row.end
+        self._batches[ticket.batch_id] = [row.request for row in rows]
+        return True
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
     def _poll(self, timeout_s: float) -> list[Event]:
         self.calls["poll"] += 1
-        return self._runtime.poll(timeout_s)
+        return self._runtime.poll(timeout_s, self._wake())
 
     def _note(self, events: list[Event]) -> None:
-        if len(events) > 1:
-            self._memory_short = False
         for event in events:
             if isinstance(event, BatchDone):
                 self._batch_done(event)
             else:
                 self.cache.handle(event)
+        self.cache.make_l2_room()
         settled, self.admission.settled = self.admission.settled, []
         for request in settled:
             if request.state is RequestState.READY:
@@ -349,10 +368,9 @@ class Scheduler:
                 self._queue.appendleft(request)
 
     def _batch_done(self, event: BatchDone) -> None:
-        parts = self._batches.pop(event.batch_id)
+        requests = self._batches.pop(event.batch_id)
         self.counters.update(event.counters)
-        for (request, _), result in zip(parts, event.rows, strict=True):
-            request.batches -= 1
+        for request, result in zip(requests, event.rows, strict=True):
             self._row_done(request, result, event.error)
 
     def _row_done(self, request: Request, result: RowResult, error: str) -> None:
@@ -361,7 +379,6 @@ class Scheduler:
         if result.extents:
             self._take_pages(request, result)
         if request.state.is_end:
-            self._forget(request)
             return
         if result.status is RowStatus.NEEDS_RECOMPUTE:
             self._recompute(request, result)
@@ -421,10 +438,7 @@ class Scheduler:
         self._drop_handle(request)
         self.admission.leave(request)
         self._results.append(request.result(self._clock()))
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        self._requests.pop(request.request_id, None)
+        del self._requests[request.request_id]
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
@@ -453,3 +467,13 @@ class Scheduler:
         self.admission.check_integrity()
         if self._running.keys() & set(self._release):
             raise IntegrityError("a released handle is still running")
+
+
+def _open_row(request: Request) -> OpenRow:
+    return OpenRow(
+        tokens=request.tokens,
+        namespace=request.chain.namespace,
+        max_new_tokens=request.max_new_tokens,
+        stop_tokens=request.stop_tokens,
+        payload=request.payload,
+    )

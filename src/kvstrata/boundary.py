@@ -159,7 +159,8 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One message a batch. Applied in this order: release, frees, actions, open, rows.
+    """One message a batch. Applied in this order: release, backups (which hold their source), frees,
+    other actions, open, rows.
 
     `steps` is how many tokens each decode row makes (pages for all of them are reserved now).
     """
@@ -338,14 +339,16 @@ class TierDegraded(RuntimeEvent, frozen=True, tag=True, kw_only=True):
 
 
 class PoolCapacity(msgspec.Struct, frozen=True, array_like=True):
-    """Pages of one pool in one tier. `waiting` pages are queued for room in it (L2 only)."""
+    """Pages of one pool in one tier. L2 only: `waiting` pages must become free before what is
+    queued in the runtime fits, and backups leave `reserve` pages to loads."""
 
     tier: Tier
     pool: str
     total: int
     free: int
     freeing: int
-    waiting: int
+    waiting: int = 0
+    reserve: int = 0
 
 
 class PathCost(msgspec.Struct, frozen=True, array_like=True):
@@ -383,6 +386,25 @@ Event = (
 # ── the interface ────────────────────────────────────────────────────────────────────────────────
 
 
+class Wake(enum.Enum):
+    """Which events end the wait of a `poll`; whatever came meanwhile is returned with them."""
+
+    ANY = "any"
+    LOADS = "loads"
+    """Events that may let a request run: BatchDone, Located, PrefetchReady, Restored,
+    ActionFailed, TierDegraded."""
+    BATCH = "batch"
+    """BatchDone and TierDegraded: all that counts while enough batches are enqueued."""
+
+    @property
+    def kinds(self) -> tuple[type[RuntimeEvent], ...]:
+        if self is Wake.BATCH:
+            return (BatchDone, TierDegraded)
+        if self is Wake.LOADS:
+            return (BatchDone, TierDegraded, Located, PrefetchReady, Restored, ActionFailed)
+        return (RuntimeEvent,)
+
+
 @runtime_checkable
 class RuntimeInterface(Protocol):
     """One execution domain. Called by one control thread; no call waits for a device or storage.
@@ -411,8 +433,8 @@ class RuntimeInterface(Protocol):
         ...
 
     def apply(self, actions: Sequence[Action]) -> None:
-        """Start work that belongs to no batch. Frees come first. Never raises for a stale extent:
-        the action's terminal event is `ActionFailed`."""
+        """Start work that belongs to no batch, in the order of `BatchPlan`. Never raises for a
+        stale extent: the action's terminal event is `ActionFailed`."""
         ...
 
     def cancel(self, what: RequestRuntimeHandle | int) -> None:
@@ -422,10 +444,11 @@ class RuntimeInterface(Protocol):
         """
         ...
 
-    def poll(self, timeout_s: float) -> list[Event]:
+    def poll(self, timeout_s: float, wake: Wake = Wake.ANY) -> list[Event]:
         """Events since the last call, oldest first, `StatusReport` last.
 
-        Waits up to `timeout_s` for the first one. The only way anything comes back.
+        Waits up to `timeout_s` for the first one that `wake` names, so that control wakes once a
+        decision and not once a page. The only way anything comes back.
         """
         ...
 

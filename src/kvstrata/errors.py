@@ -75,7 +75,7 @@ class PluginError(UserError):
 
 
 class CapacityError(KvstrataError):
-    """A reservation of `need` pages does not fit. Nothing was taken.
+    """A reservation of `need` pages (or rows, positions) does not fit. Nothing was taken.
 
     `freeing` pages become free by themselves (transfers that are under way); when `free + freeing`
     does not suffice either, only freeing extents or finishing requests can help.
@@ -83,7 +83,7 @@ class CapacityError(KvstrataError):
 
     def __init__(self, pool: str, *, need: int, free: int, freeing: int) -> None:
         self.pool, self.need, self.free, self.freeing = pool, need, free, freeing
-        super().__init__(f"{pool}: {need} pages needed, {free} free, {freeing} being freed")
+        super().__init__(f"{pool}: {need} needed, {free} free, {freeing} being freed")
 
 
 class PlanError(KvstrataError):

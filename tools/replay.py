@@ -1,0 +1,221 @@
+"""`kvstrata replay`: a trace through L1, L2 and L3, every restored byte checked.
+
+The trace is replayed as fast as it goes; timestamps are not used. Tokens come from the trace's
+block ids, KV from the oracle (`kvstrata.gpu_runtime.oracle`), storage from the config.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvstrata.configs import Config, load_config
+from kvstrata.errors import CapacityError, InputError, Where
+from kvstrata.gpu_runtime import OracleRunner
+from kvstrata.handles import Tier
+from kvstrata.tiers import RequestResult, RequestState
+from kvstrata.tools.engine import Engine, open_engine
+from kvstrata.tools.replay_report import ReplayReport, build_report, print_report
+from kvstrata.tools.trace import TraceRequest, read_trace, shipped_trace
+
+STEP_TIMEOUT_S = 0.5
+MIN_OUTSTANDING = 64
+"""Requests that are submitted ahead of the scheduler: enough to look ahead, bounded memory."""
+
+
+class Decode(enum.StrEnum):
+    """`none`: prefill and one token. `real`: as many tokens as the trace says."""
+
+    NONE = "none"
+    REAL = "real"
+
+
+@dataclass(slots=True)
+class ReplayTotals:
+    """Sums over the requests that ended."""
+
+    requests: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    full_pages: int = 0
+    page_hits: int = 0
+    duplicates: int = 0
+    computed_tokens: int = 0
+    hit_pages: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    first_token_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, result: RequestResult) -> None:
+        if result.state is not RequestState.FINISHED:
+            self.aborted += 1
+            if result.error:
+                self.errors.append(result.error)
+            return
+        self.requests += 1
+        self.prompt_tokens += result.prompt_tokens
+        self.output_tokens += len(result.output_tokens) // 4
+        self.full_pages += result.full_pages
+        self.page_hits += result.page_hits
+        self.duplicates += result.duplicate_pages
+        self.computed_tokens += result.computed_tokens
+        for tier, pages in result.hit_pages.items():
+            self.hit_pages[tier] += pages
+        self.first_token_s.append(result.first_token_s)
+        self.total_s.append(result.total_s)
+
+
+def run_replay(
+    config: Config,
+    trace: Path,
+    *,
+    requests: int | None = None,
+    batch: int | None = None,
+    decode: Decode = Decode.NONE,
+    stop: threading.Event | None = None,
+    on_result: Progress | None = None,
+) -> ReplayReport:
+    """Replay and report. `stop` ends it early, after what is under way; the report is partial."""
+    totals = ReplayTotals()
+    count = sum(1 for _ in read_trace(trace, requests))  # a bad line ends it before it began
+    pending = read_trace(trace, requests)
+    task = on_result.add_task("replay", total=count, hits=0) if on_result is not None else None
+    with open_engine(config, OracleRunner(), max_batch=batch) as engine:
+        started = time.monotonic()
+        for result in _drive(engine, pending, trace, decode, stop or threading.Event()):
+            totals.add(result)
+            if on_result is not None and task is not None:
+                on_result.update(task, advance=1, hits=totals.page_hits)
+        seconds = time.monotonic() - started
+        report = build_report(engine, config, totals, seconds)
+        engine.runtime.check_integrity()
+    return report
+
+
+def _drive(
+    engine: Engine,
+    pending: Iterator[TraceRequest],
+    trace: Path,
+    decode: Decode,
+    stop: threading.Event,
+) -> Iterator[RequestResult]:
+    """Keep the scheduler fed until the trace has ended and everything is stored."""
+    scheduler = engine.scheduler
+    ahead = max(MIN_OUTSTANDING, 4 * scheduler.settings.max_batch)
+    exhausted = False
+    while True:
+        exhausted = exhausted or stop.is_set()
+        while not exhausted and scheduler.waiting < ahead:
+            request = next(pending, None)
+            if request is None:
+                exhausted = True
+                break
+            _submit(engine, request, trace, decode)
+        if exhausted and scheduler.idle:
+            return
+        yield from scheduler.step(STEP_TIMEOUT_S)
+
+
+def _submit(engine: Engine, request: TraceRequest, trace: Path, decode: Decode) -> None:
+    new_tokens = max(1, request.output_length) if decode is Decode.REAL else 1
+    try:
+        engine.scheduler.submit(request.prompt(), engine.namespace, max_new_tokens=new_tokens)
+    except CapacityError as exc:
+        raise InputError(
+            f"the request does not fit: {exc}",
+            where=Where(trace, request.line),
+            remedy="raise pools.pages or pools.max_context_tokens in the config",
+        ) from exc
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C stops after what is under way, the second at once."""
+    stop = threading.Event()
+
+    def handler(signum: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def replay(
+    config: Annotated[Path, typer.Option(help="Configuration file (TOML).")],
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Trace in Mooncake's JSONL format; default: the shipped one."),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
+    page_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a page, instead of pools.page_tokens.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows a batch, instead of scheduler.max_batch.")
+    ] = None,
+    decode: Annotated[
+        Decode, typer.Option(help="none: prefill and one token; real: the trace's output length.")
+    ] = Decode.NONE,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")
+    ] = None,
+) -> None:
+    """Replay a trace through L1, L2 and L3, and check every restored byte.
+
+    Exit code 1 when a restored page was wrong or a request failed.
+    """
+    overrides = list(set_ or [])
+    if page_tokens is not None:
+        overrides.append(f"pools.page_tokens={page_tokens}")
+    settings = load_config(config, overrides)
+    source = trace or shipped_trace()
+    console = Console(stderr=True)
+    with _interruptible() as stop, _progress(console) as progress:
+        report = run_replay(
+            settings,
+            source,
+            requests=requests,
+            batch=batch,
+            decode=decode,
+            stop=stop,
+            on_result=progress,
+        )
+    print_report(report, Console())
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    if stop.is_set():
+        console.print("stopped early; L3 keeps what was stored", style="yellow")
+        raise typer.Exit(130)
+    if report.pages_mismatched or report.failed_requests:
+        raise typer.Exit(1)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[hits]} page hits"),
+        TimeElapsedColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
