@@ -109,19 +109,18 @@ def _options(
         ) from exc
     at: Keys = (*base, "options")
     options = backend.options
-    secrets: set[Keys] = set()
+    secrets: dict[Keys, str] = {}
     if isinstance(options, dict):
         options = dict(options)
         for key, value in options.items():
             if isinstance(value, dict) and set(value) == {"env"}:
                 options[key] = take_from_environment(value["env"], (*at, key), source)
-                secrets.add((*at, key))
+                secrets[*at, key] = options[key]
     hint = f"see: kvstrata backends show {backend.plugin}"
     try:
         return convert(options, plugin.Options, at, source, hint), frozenset(secrets)
     except ConfigError as exc:
-        if not any(exc.where.key == source.where(keys).key for keys in secrets):
-            raise
-        raise ConfigError(
-            "the value from the environment will not do", remedy=hint, where=exc.where
-        ) from None
+        message = exc.message
+        for value in secrets.values():
+            message = message.replace(value, "(hidden)") if value else message
+        raise ConfigError(message, remedy=exc.remedy, where=exc.where) from None

@@ -144,10 +144,10 @@ def conformance(
     table = Table("check", "result")
     table.add_column("why", overflow="fold")
     for result in results:
-        table.add_row(Text(result.name), "ok" if result.ok else "FAILED", Text(result.message))
+        table.add_row(Text(result.name), "ok" if result.passed else "FAILED", Text(result.message))
     console = Console()
     console.print(table)
-    failed = sum(not result.ok for result in results)
+    failed = sum(not result.passed for result in results)
     console.print(f"{len(results) - failed} of {len(results)} checks passed", highlight=False)
     if failed or not results:
         raise typer.Exit(1)

@@ -238,6 +238,9 @@ def test_interrupt(root: Path, plugin_dir: Path) -> None:
         assert "Traceback" not in errors
 
 
+CAPACITY = CapacityError("kv", need=2, free=1, freeing=0)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -246,8 +249,7 @@ def test_interrupt(root: Path, plugin_dir: Path) -> None:
         (ConfigError("is wrong", remedy="do this"), 2,
          "kvstrata: error: is wrong\n  do this\n"),
         (StorageError("store is away"), 1, "kvstrata: error: store is away\n"),
-        (CapacityError("kv", need=2, free=1, freeing=0), 1,
-         "kvstrata: error: kv: 2 pages needed, 1 free, 0 being freed\n"),
+        (CAPACITY, 1, f"kvstrata: error: {CAPACITY}\n"),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(3), 3, ""),
         (SystemExit("text"), 1, ""),
