@@ -17,7 +17,7 @@ from kvstrata.boundary import (
     RowResult,
     RowStatus,
 )
-from kvstrata.errors import CapacityError, PlanError, StaleHandleError
+from kvstrata.errors import PlanError, StaleHandleError
 from kvstrata.gpu_runtime.base import Event, ForwardContext, ForwardRow, ModelRunner
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.req_to_token import ReqToToken
@@ -172,10 +172,7 @@ class BatchEngine:
     def _check_capacity(self, rows: int, pages: int) -> None:
         self.rows.check_room(rows)
         for table in self.core.tables.values():
-            if pages > table.free:
-                raise CapacityError(
-                    f"L1 pool {table.pool!r}", need=pages, free=table.free, freeing=table.freeing
-                )
+            table.check_room(pages)
 
     def _admit(self, row: Row, check: _Checked, batch: Batch) -> _Step:
         """Take the pages of one row and start its restores. Capacity was checked."""

@@ -108,6 +108,7 @@ class RuntimeCore:
         )
         self.backend_name = worker.name if worker else ""
         self.closed = False
+        self.on_device_pages: Callable[[], None] = _nothing
         self._events: deque[RuntimeEvent] = deque()
         self._wake = threading.Condition()
         self._waiting_for: tuple[type[RuntimeEvent], ...] = (RuntimeEvent,)
@@ -253,7 +254,9 @@ class RuntimeCore:
         self.settle_frees()
 
     def settle_frees(self) -> None:
-        """Emit `Freed` for the frees whose pages are free by now."""
+        """Device or host pages became free: emit `Freed` for the frees that this ended, and let
+        those go on that wait for device pages."""
+        self.on_device_pages()
         if not self._frees:
             return
         still = []
@@ -276,3 +279,7 @@ class RuntimeCore:
 
     def now(self) -> float:
         return time.monotonic()
+
+
+def _nothing() -> None:
+    return

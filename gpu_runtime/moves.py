@@ -21,7 +21,7 @@ from kvstrata.errors import CapacityError, StaleHandleError
 from kvstrata.gpu_runtime.backup import StoreQueue, start_backup
 from kvstrata.gpu_runtime.core import RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.move import Move
-from kvstrata.gpu_runtime.prefetch import start_prefetch
+from kvstrata.gpu_runtime.prefetch import DevicePageQueue, PrefetchToL2
 from kvstrata.gpu_runtime.transfers import Copies, objects_of, reserve_all, settle_l1
 from kvstrata.handles import StagingMode, Tier
 
@@ -34,6 +34,8 @@ class Moves:
         self.copies = Copies(core)
         self._moves: dict[int, Move] = {}
         self._stores = StoreQueue()
+        self._device_pages = DevicePageQueue(core, self.copies)
+        core.on_device_pages = self._device_pages.pump
 
     def start(self, action: Action) -> None:
         match action:
@@ -52,9 +54,10 @@ class Moves:
         move = self._moves.get(action_id)
         if move is not None and not move.ended:
             move.cancel()
+            self._device_pages.pump()
 
-    def _track(self, move: Move | None) -> None:
-        if move is not None and not move.ended:
+    def _track(self, move: Move) -> None:
+        if not move.ended:
             self._moves[move.action_id] = move
         if len(self._moves) > 64:
             self._moves = {k: m for k, m in self._moves.items() if not m.ended}
@@ -122,7 +125,10 @@ class Moves:
         elif action.target is Tier.L2 and buffer_only:
             self._refuse(action.action_id, "path", "buffer_only keeps no pages in L2")
         else:
-            self._track(start_prefetch(core, self.copies, action))
+            to_l1 = action.target is Tier.L1
+            join = self._device_pages.join
+            move = join(action) if to_l1 else PrefetchToL2(core, self.copies, action)
+            self._track(move)
             self._nudge_if_short()
 
     def _restore(self, action: Restore) -> None:

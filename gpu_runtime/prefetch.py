@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from kvstrata.boundary import Prefetch, PrefetchReady
@@ -142,19 +143,25 @@ class PrefetchToL2(_Load):
 
 
 class PrefetchToL1(_Load):
-    """Device pages are reserved at the start; host pages are a window that the chunks share."""
+    """Device pages are reserved at its start; host pages are a window that the chunks share."""
 
-    def __init__(
-        self, core: RuntimeCore, copies: Copies, action: Prefetch, target: PageSet
-    ) -> None:
+    def __init__(self, core: RuntimeCore, copies: Copies, action: Prefetch) -> None:
         window = core.staging.load_window
         super().__init__(core, copies, action, max(1, min(CHUNK_PAGES, window // STREAM_DEPTH)))
-        self.target = target
-        for name, pages in target.items():
-            core.tables[name].begin_load(pages)
+        self.target: PageSet = {}
         self.next = 0
         self.running = 0
+
+    def start(self, target: PageSet) -> None:
+        """Go, with the device pages that it fills."""
+        self.target = target
+        for name, pages in target.items():
+            self.core.tables[name].begin_load(pages)
         self._advance()
+
+    def give_up(self) -> None:
+        """It got no device pages."""
+        self.end_with(0, ())
 
     def _advance(self) -> None:
         """Keep STREAM_DEPTH chunks under way; end when the last has ended."""
@@ -232,14 +239,40 @@ def _quarantine(core: RuntimeCore, slots: Slots) -> None:
         core.staging.tables[name].quarantine(pages)
 
 
-def start_prefetch(core: RuntimeCore, copies: Copies, action: Prefetch) -> Move | None:
-    """Start; None when it ended at once."""
-    if action.target is Tier.L2:
-        return PrefetchToL2(core, copies, action)
-    try:
-        target = reserve_all(core, action.keys.page_count)
-    except CapacityError:
-        event = PrefetchReady(action_id=action.action_id, n_valid=0, cause="capacity")
-        core.end_action(action.action_id, event)
-        return None
-    return PrefetchToL1(core, copies, action, target)
+class DevicePageQueue:
+    """Prefetches to L1 that wait for pages that are being freed; first come, first served.
+
+    One that even those pages cannot satisfy ends at once, with cause "capacity": only control can
+    make room then. Under the runtime's lock.
+    """
+
+    def __init__(self, core: RuntimeCore, copies: Copies) -> None:
+        self._core, self._copies = core, copies
+        self._waiting: deque[PrefetchToL1] = deque()
+
+    def join(self, action: Prefetch) -> Move:
+        move = PrefetchToL1(self._core, self._copies, action)
+        self._waiting.append(move)
+        self.pump()
+        return move
+
+    def pump(self) -> None:
+        """Call it whenever device pages became free."""
+        while self._waiting:
+            move = self._waiting[0]
+            if not (move.cancelled or self._can_wait_for(move)):
+                move.cause = "capacity"
+            if move.cause or move.cancelled or move.remaining_s() <= 0:
+                self._waiting.popleft()
+                move.give_up()
+                continue
+            try:
+                target = reserve_all(self._core, move.keys.page_count)
+            except CapacityError:
+                return
+            self._waiting.popleft()
+            move.start(target)
+
+    def _can_wait_for(self, move: PrefetchToL1) -> bool:
+        need = move.keys.page_count
+        return all(need <= t.free + t.freeing for t in self._core.tables.values())

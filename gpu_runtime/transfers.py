@@ -8,7 +8,7 @@ import torch
 
 from kvstrata.backends import JobResult, ObjectId, PageIO
 from kvstrata.boundary import KeyRun, Outcome
-from kvstrata.errors import CapacityError, IntegrityError
+from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Event
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
 from kvstrata.handles import Extents, Tier
@@ -87,15 +87,10 @@ def page_ios(core: RuntimeCore, keys: KeyRun, component: str, slots: Slots) -> l
 
 
 def reserve_all(core: RuntimeCore, count: int) -> PageSet:
-    """Reserve L1 pages in every pool, all or none."""
-    taken: PageSet = {}
-    try:
-        for name, table in core.tables.items():
-            taken[name] = table.reserve(count)
-    except CapacityError:
-        core.release_l1(taken)
-        raise
-    return taken
+    """Reserve L1 pages in every pool, all or none. Raises CapacityError."""
+    for table in core.tables.values():
+        table.check_room(count)
+    return {name: table.reserve(count) for name, table in core.tables.items()}
 
 
 def settle_l1(core: RuntimeCore, pages: PageSet, n_valid: int) -> Extents:

@@ -88,6 +88,16 @@ class PageTable:
 
     def reserve(self, count: int) -> Pages:
         """Take `count` pages, all or none: RESERVED, one hold each, one new stamp for all."""
+        self.check_room(count)
+        pages = self._free_stack[self._free - count : self._free][::-1].copy()
+        self._free -= count
+        self._state[pages] = PageState.RESERVED
+        self._stamp[pages] = next(self._stamps)
+        self._holds[pages] = 1
+        return pages
+
+    def check_room(self, count: int) -> None:
+        """Raise CapacityError unless `count` pages are free."""
         if count > self._free:
             raise CapacityError(
                 f"{self.tier.name} pool {self.pool!r}",
@@ -95,12 +105,6 @@ class PageTable:
                 free=self._free,
                 freeing=self.freeing,
             )
-        pages = self._free_stack[self._free - count : self._free][::-1].copy()
-        self._free -= count
-        self._state[pages] = PageState.RESERVED
-        self._stamp[pages] = next(self._stamps)
-        self._holds[pages] = 1
-        return pages
 
     def begin_load(self, pages: Pages) -> None:
         self._move(pages, (PageState.RESERVED,), PageState.LOADING)

@@ -74,8 +74,8 @@ class Lookup(CacheAction, frozen=True, tag=True, kw_only=True):
 class Prefetch(CacheAction, frozen=True, tag=True, kw_only=True):
     """Bring `keys` from L3 into `target` (L2, or L1 through the window) → `PrefetchReady`.
 
-    L1 pages are reserved when the action is applied: if they do not fit, the event says so
-    (`cause = "capacity"`, `n_valid = 0`). Host pages are waited for in the runtime.
+    It waits in the runtime for host pages, and for L1 pages that are being freed; when even those
+    do not suffice, the event says so at once (`cause = "capacity"`, `n_valid = 0`).
     """
 
     keys: KeyRun
