@@ -12,6 +12,26 @@ PUBLIC: dict[str, str] = {
         BackendConfig ByteSize Component ComponentConfig Config ConfigSource DeviceConfig L3Config
         NamespaceConfig PoliciesConfig PoolsConfig SchedulerConfig Secret StagingConfig load_config
     """,
+    "kvstrata.tiers": """
+        CacheControl ComponentIdentity Deadlines EvictionPolicy KeyChain L3State Match
+        Namespace Node PrefetchPolicy RequestResult RequestState RestorePolicy Scheduler
+        SchedulerSettings TreeCore WritePolicy component_fingerprint page_keys partial_key
+        policy_class root_key
+    """,
+    "kvstrata.staging": """
+        ALIGNMENT PageState PageTable Pages PinnedHostBufferPool SharedRegion SlotKind
+        SlotRequest Slots StagingSettings aligned stamps
+    """,
+    "kvstrata.backends": """
+        API_VERSION BackendContext Buffer Health HealthState JobResult NoOptions ObjectId
+        PageIO PageResult PluginInfo ReadRequest StorageBackend StorageWorker StoredObject
+        Usage WorkerSettings WorkerStats WriteRequest build_options list_plugins load_plugin
+    """,
+    "kvstrata.gpu_runtime": """
+        ComponentPool ComponentSpec CpuDevice Device Event ForwardContext ForwardResult
+        ForwardRow LocalGPURuntime ModelRunner OracleRunner PathTotals ReqToToken
+        RuntimeSettings Stream Timeline
+    """,
     "kvstrata.tools": "",
 }
 """Package → its `__all__`, sorted. Print one with
