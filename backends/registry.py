@@ -27,7 +27,7 @@ _BUILT_IN = {
     "memory": "kvstrata.backends.memory:MemoryBackend",
     "filesystem": "kvstrata.backends.filesystem:FilesystemBackend",
 }
-"""Also found when this package runs from a checkout, without metadata."""
+"""Of this distribution, also when it runs from a checkout, without metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def list_plugins() -> list[PluginInfo]:
     for point in entry_points(group=GROUP):
         found.setdefault(point.name, {})[_distribution(point)] = point.value
     for name, target in _BUILT_IN.items():
-        found.setdefault(name, {OWN_DISTRIBUTION: target})
+        found.setdefault(name, {})[OWN_DISTRIBUTION] = target
     return [
         PluginInfo(name, next(iter(by_distribution.values())), tuple(sorted(by_distribution)))
         for name, by_distribution in sorted(found.items())

@@ -77,7 +77,8 @@ class StorageWorker:
         self.settings = settings
         self._backend = backend
         self._context = dataclasses.replace(context, on_evicted=self._evicted)
-        self._on_evicted: Callable[[Sequence[ObjectId]], None] | None = context.on_evicted
+        self.on_evicted: Callable[[Sequence[ObjectId]], None] | None = context.on_evicted
+        """Hears of evicted frames; set it before `start`. Any thread; it does not block."""
         self._clock = clock
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -235,14 +236,21 @@ class StorageWorker:
         """The backend's answer, in the calling thread; may block and raise `StorageError`."""
         return self._backend.usage()
 
-    def health(self) -> Health:
-        """The backend's opinion and what the worker sees. May block as `usage` does."""
+    def condition(self) -> Health:
+        """What the worker itself sees. Never blocks."""
         with self._lock:
             overdue, abandoned = self._schedule.overdue(), self._abandoned
         if abandoned:
             return Health(HealthState.OPEN, f"{abandoned} threads are stuck in the backend")
         if overdue:
             return Health(HealthState.DEGRADED, f"{overdue} calls run past their deadline")
+        return Health(HealthState.OK)
+
+    def health(self) -> Health:
+        """What the worker sees, or else the backend's opinion. May block as `usage` does."""
+        own = self.condition()
+        if own.state is not HealthState.OK:
+            return own
         try:
             return self._backend.health()
         except Exception as error:  # noqa: BLE001 (a plugin's health check is no reason to fail)
@@ -353,9 +361,9 @@ class StorageWorker:
 
     def _evicted(self, objects: Sequence[ObjectId]) -> None:
         """There is room, or may be (`objects` is empty then): waiting stores try again."""
-        if objects and self._on_evicted is not None:
+        if objects and self.on_evicted is not None:
             try:
-                self._on_evicted(objects)
+                self.on_evicted(objects)
             except Exception:
                 logger.exception("backend %s: on_evicted raised", self.name)
         with self._lock:

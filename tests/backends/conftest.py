@@ -213,6 +213,11 @@ class ScriptedBackend(MemoryBackend):
     def max_batch(self) -> int:
         return self.batch
 
+    def hold(self, operation: str) -> Gate:
+        """Every call of `operation` waits at this gate."""
+        gate = self.hooks[operation] = Gate()
+        return gate
+
     def names(self, operation: str) -> list[list[ObjectId]]:
         return [names for op, names in self.calls if op == operation]
 
