@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from random import Random
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvstrata.boundary import KEY_BYTES, KeyRun
 from kvstrata.handles import CacheExtentRef, Extents, PageRun, Tier, page_count
 from kvstrata.tiers.keys import root_key
-from kvstrata.tiers.node import PRUNED, L3State, Node
+from kvstrata.tiers.node import L3State, Node
 from kvstrata.tiers.policies import LRU
 from kvstrata.tiers.tree import TreeCore
 
 NAMESPACES = [hashlib.sha256(name).digest() for name in (b"one", b"two")]
+TIERS = (Tier.L1, Tier.L2)
 MAX_PAGES = 24
-
-words = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
-"""A page's token is a bit, so that prefixes collide all the time."""
-spaces = st.sampled_from(NAMESPACES)
-tiers = st.sampled_from([Tier.L1, Tier.L2])
 
 
 def keys_of(namespace: bytes, word: tuple[int, ...]) -> list[bytes]:
@@ -47,13 +43,14 @@ class Page:
         return bool(self.where) or self.l3 is not L3State.NONE
 
 
-class TreeMachine(RuleBasedStateMachine):
+class Model:
+    """A tree, the same as single pages, and every operation on both with all choices drawn."""
+
     def __init__(self) -> None:
-        super().__init__()
         self.tree = TreeCore(LRU(), MAX_PAGES)
         self.pages: dict[bytes, Page] = {}
-        self.locks: list[tuple[bytes, Node, int, bytes]] = []
-        """(namespace, end node, pages up to it, key of the last) of each lock."""
+        self.locks: list[tuple[Node, int, bytes]] = []
+        """(end node, pages up to it, key of the last) of each lock."""
         self.next_page = 0
         self.clock = 0
 
@@ -61,7 +58,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def locked_keys(self) -> set[bytes]:
         out = set()
-        for _, _, _, key in self.locks:
+        for _, _, key in self.locks:
             page: bytes | None = key
             while page is not None:
                 out.add(page)
@@ -134,21 +131,23 @@ class TreeMachine(RuleBasedStateMachine):
                 out[i].append((pool, page))
         return out
 
-    def pick(self, data: st.DataObject) -> Node:
+    def word(self, rng: Random) -> tuple[int, ...]:
+        """Tokens, one a page; they are bits, so that prefixes collide all the time."""
+        return tuple(rng.randrange(2) for _ in range(rng.randint(1, 8)))
+
+    def pick(self, rng: Random) -> Node | None:
         nodes = sorted(self.nodes(), key=lambda n: (n.namespace, n.first_page_index, n.keys))
-        return data.draw(st.sampled_from(nodes))
+        return rng.choice(nodes) if nodes else None
 
-    # ── rules ────────────────────────────────────────────────────────────────────────────────────
+    # ── operations ───────────────────────────────────────────────────────────────────────────────
 
-    @rule(namespace=spaces, word=words, cut=st.integers(0, 7), data=st.data())
-    def insert(
-        self, namespace: bytes, word: tuple[int, ...], cut: int, data: st.DataObject
-    ) -> None:
-        keys = keys_of(namespace, word)
-        cut = min(cut, len(keys) - 1)
+    def insert(self, rng: Random) -> None:
+        namespace = rng.choice(NAMESPACES)
+        keys = keys_of(namespace, self.word(rng))
+        cut = rng.randrange(len(keys))
         while cut and keys[cut - 1] not in self.pages:
             cut -= 1
-        before = set(self.pages)
+        before, hollow = len(self.pages), sum(not p.is_resident for p in self.pages.values())
         parent = keys[cut - 1] if cut else root_key(namespace)
         run = KeyRun(namespace, parent, cut, b"".join(keys[cut:]))
         nodes = self.tree.insert(run)
@@ -158,23 +157,26 @@ class TreeMachine(RuleBasedStateMachine):
             if key not in self.pages:
                 self.pages[key] = Page(self.pages[keys[i - 1]] if i else None)
             self.pages[key].used = self.clock
-        # A new node must be locked or made resident; both are tried.
-        choice = data.draw(st.sampled_from(["lock", "L1", "L2", "L3", "queued"]))
+        added = len(self.pages) - before
+        self.sync_pruned()
+        least = min(MAX_PAGES, before + added) - hollow  # which go with the leaves below them
+        assert len(self.pages) >= least, "forgotten without need"
+        if len(self.pages) > MAX_PAGES:
+            spared = [n for n in self.nodes() if n.may_leave(Tier.L3) and n is not nodes[-1]]
+            assert not spared, "more than max_pages, and not for want of pages to forget"
+        choice = rng.choice(["lock", "L1", "L1", "L2", "L3", "QUEUED"])
         if choice == "lock":
             self.do_lock(nodes[-1])
         for node in nodes:
             if choice in ("L1", "L2") and not node.extents(Tier[choice]):
                 self.do_set(node, Tier[choice])
-            elif choice in ("L3", "queued"):
+            elif choice in ("L3", "QUEUED"):
                 self.do_l3(node, L3State.STORED if choice == "L3" else L3State.QUEUED)
-        self.sync_pruned()
-        if before - set(self.pages):
-            assert self.tree.pages >= min(MAX_PAGES, len(before))
 
-    @rule(namespace=spaces, word=words)
-    def match(self, namespace: bytes, word: tuple[int, ...]) -> None:
+    def match(self, rng: Random) -> None:
         self.clock += 1
-        keys = keys_of(namespace, word)
+        namespace = rng.choice(NAMESPACES)
+        keys = keys_of(namespace, self.word(rng))
         expected = 0
         while expected < len(keys) and (page := self.pages.get(keys[expected])):
             if not page.is_resident:
@@ -186,43 +188,39 @@ class TreeMachine(RuleBasedStateMachine):
         for key in keys[:expected]:
             self.pages[key].used = self.clock
 
-    @rule(namespace=spaces, word=words)
-    def find(self, namespace: bytes, word: tuple[int, ...]) -> None:
-        keys = keys_of(namespace, word)
+    def find(self, rng: Random) -> None:
+        namespace = rng.choice(NAMESPACES)
+        keys = keys_of(namespace, self.word(rng))
         expected = 0
         while expected < len(keys) and keys[expected] in self.pages:
             expected += 1
-        found = b"".join(n.keys for n in self.tree.find(namespace, b"".join(keys)))
-        assert found.startswith(b"".join(keys[:expected]))
+        found = self.tree.find(namespace, b"".join(keys))
+        assert b"".join(n.keys for n in found).startswith(b"".join(keys[:expected]))
+        assert sum(n.page_count for n in found[:-1]) <= expected
 
     def do_lock(self, node: Node) -> None:
         self.tree.lock(node)
-        self.locks.append((node.namespace, node, node.last_page_index + 1, node.last_key))
+        self.locks.append((node, node.last_page_index + 1, node.last_key))
 
-    @precondition(lambda self: self.pages)
-    @rule(data=st.data())
-    def lock(self, data: st.DataObject) -> None:
-        self.do_lock(self.pick(data))
+    def lock(self, rng: Random) -> None:
+        if len(self.locks) < 4 and (node := self.pick(rng)):
+            self.do_lock(node)
 
-    @precondition(lambda self: self.locks)
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
-        _, node, _, key = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
-        assert node.last_key == key
-        self.tree.unlock(node)
-        self.sync_pruned()
+    def unlock(self, rng: Random) -> None:
+        if self.locks:
+            node, _, key = self.locks.pop(rng.randrange(len(self.locks)))
+            assert node.last_key == key
+            self.tree.unlock(node)
 
-    @precondition(lambda self: self.locks)
-    @rule(data=st.data())
-    def span(self, data: st.DataObject) -> None:
+    def span(self, rng: Random) -> None:
         """An operation finds its pages again, whatever was split since."""
-        _, end, total, _ = data.draw(st.sampled_from(self.locks))
-        count = data.draw(st.integers(1, total))
-        nodes = self.tree.span(end, count)
-        assert nodes[-1] is end
-        assert sum(n.page_count for n in nodes) == count
-        assert nodes[0].first_page_index == total - count
-        self.tree.key_run(nodes)
+        if self.locks:
+            end, total, _ = rng.choice(self.locks)
+            count = rng.randint(1, total)
+            nodes = self.tree.span(end, count)
+            assert nodes[-1] is end
+            assert sum(n.page_count for n in nodes) == count
+            assert self.tree.key_run(nodes).first_page_index == total - count
 
     def do_set(self, node: Node, tier: Tier) -> None:
         extents, pages = self.new_extents(tier, node.page_count)
@@ -231,59 +229,47 @@ class TreeMachine(RuleBasedStateMachine):
             assert tier not in self.pages[key].where
             self.pages[key].where[tier] = page
 
-    @precondition(lambda self: self.pages)
-    @rule(data=st.data(), tier=tiers)
-    def set_resident(self, data: st.DataObject, tier: Tier) -> None:
-        node = self.pick(data)
-        if not node.extents(tier):
+    def set_resident(self, rng: Random) -> None:
+        node, tier = self.pick(rng), rng.choice(TIERS)
+        if node and not node.extents(tier):
             self.do_set(node, tier)
 
-    @precondition(lambda self: self.pages)
-    @rule(data=st.data(), tier=tiers)
-    def clear_resident(self, data: st.DataObject, tier: Tier) -> None:
-        node = self.pick(data)
-        keys = self.split(node.keys)
-        expected = [self.pages[key].where.pop(tier) for key in keys if node.extents(tier)]
-        assert self.flat(self.tree.clear_resident(node, tier)) == expected
-        self.sync_pruned()
+    def clear_resident(self, rng: Random) -> None:
+        node, tier = self.pick(rng), rng.choice(TIERS)
+        if node:
+            keys = self.split(node.keys)
+            expected = [self.pages[key].where.pop(tier) for key in keys if node.extents(tier)]
+            assert self.flat(self.tree.clear_resident(node, tier)) == expected
 
     def do_l3(self, node: Node, state: L3State) -> None:
         for key in self.split(node.keys):
             self.pages[key].l3 = state
         self.tree.set_l3(node, state)
 
-    @precondition(lambda self: self.pages)
-    @rule(data=st.data(), state=st.sampled_from(list(L3State)))
-    def set_l3(self, data: st.DataObject, state: L3State) -> None:
-        self.do_l3(self.pick(data), state)
-        self.sync_pruned()
+    def set_l3(self, rng: Random) -> None:
+        if node := self.pick(rng):
+            self.do_l3(node, rng.choice(list(L3State)))
 
-    @rule(namespace=spaces, word=words)
-    def lost_l3(self, namespace: bytes, word: tuple[int, ...]) -> None:
+    def lost_l3(self, rng: Random) -> None:
         """L3 evicts one chain from its end up."""
-        keys = keys_of(namespace, word)[::-1]
-        ends = {node.last_key for node in self.nodes()}
+        keys = keys_of(rng.choice(NAMESPACES), self.word(rng))[::-1]
+        stored = [k for k in keys if k in self.pages and self.pages[k].l3 is L3State.STORED]
+        reached = bool(stored) and stored[0] in {node.last_key for node in self.nodes()}
         lost = self.tree.lost_l3(b"".join(keys))
-        known = [k for k in keys if k in self.pages and self.pages[k].l3 is L3State.STORED]
-        assert lost <= len(known)
-        assert lost == 0 or known
-        if known and known[0] in ends:
-            assert lost > 0
         still = {k for n in self.nodes() if n.l3 is L3State.STORED for k in self.split(n.keys)}
-        for key in known:
-            if key not in still:
-                self.pages[key].l3 = L3State.NONE
-        assert sum(key not in still for key in known) == lost
-        self.sync_pruned()
+        gone = [key for key in stored if key not in still]
+        assert lost == len(gone)
+        assert gone or not reached
+        for key in gone:
+            self.pages[key].l3 = L3State.NONE
 
-    @rule(tier=tiers, pages=st.integers(0, 6))
-    def evict(self, tier: Tier, pages: int) -> None:
+    def evict(self, rng: Random) -> None:
+        tier, pages = rng.choice(TIERS), rng.randint(0, 6)
         locked = self.locked_keys()
         free = {k for k, p in self.pages.items() if tier in p.where and k not in locked}
         assert self.tree.evictable(tier) == len(free)
-        victims = self.tree.evict(tier, pages)
-        taken = 0
-        for node, extents in victims:
+        left = min(pages, len(free))
+        for node, extents in self.tree.evict(tier, pages):
             keys = self.split(node.keys)
             assert self.flat(extents) == [self.pages[k].where[tier] for k in keys]
             assert self.tree.key_run([node]).keys == node.keys
@@ -291,25 +277,36 @@ class TreeMachine(RuleBasedStateMachine):
                 self.check_victim(key, tier, free)
                 del self.pages[key].where[tier]
                 free.discard(key)
-                taken += 1
-        assert taken == min(pages, taken + len(free))
-        self.sync_pruned()
+            left -= len(keys)
+        assert left == 0
 
     def check_victim(self, key: bytes, tier: Tier, free: set[bytes]) -> None:
         """No child in the tier, and no other page that may go was used less recently."""
         assert key in free
-        has_child = {id(p.parent) for p in self.pages.values() if tier in p.where and p.parent}
-        assert id(self.pages[key]) not in has_child
-        leaves = [k for k in free if id(self.pages[k]) not in has_child]
+        parents = {id(p.parent) for p in self.pages.values() if tier in p.where and p.parent}
+        assert id(self.pages[key]) not in parents
+        leaves = [k for k in free if id(self.pages[k]) not in parents]
         assert self.pages[key].used == min(self.pages[k].used for k in leaves)
 
-    # ── invariants ───────────────────────────────────────────────────────────────────────────────
+    OPERATIONS = (
+        *(insert, insert, insert, match, match, match, find, lock, unlock, unlock, span),
+        *(set_resident, clear_resident, set_l3, lost_l3, evict, evict),
+    )
 
-    @invariant()
-    def same_as_the_model(self) -> None:
+    def step(self, rng: Random) -> None:
+        rng.choice(self.OPERATIONS)(self, rng)
+        self.sync_pruned()
+        self.check()
+
+    def check(self) -> None:
+        """Both are the same, and the tree is sound."""
         self.tree.check_integrity()
         locked = self.locked_keys()
         seen = set()
+        parents = {id(page.parent) for page in self.pages.values()}
+        for key, page in self.pages.items():
+            needed = id(page) in parents or page.is_resident or key in locked
+            assert needed, "a leaf that is nowhere should be pruned"
         for node in self.nodes():
             flat = {t: self.flat(node.extents(t)) for t in (Tier.L1, Tier.L2) if node.extents(t)}
             for i, key in enumerate(self.split(node.keys)):
@@ -325,8 +322,25 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.tree.resident(tier) == sum(tier in p.where for p in self.pages.values())
 
 
-TreeMachine.TestCase.settings = settings(
-    stateful_step_count=40,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+class TreeMachine(RuleBasedStateMachine):
+    """Short walks that hypothesis can shrink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    @rule(rng=st.randoms(use_true_random=False))
+    def step(self, rng: Random) -> None:
+        self.model.step(rng)
+
+
 TestTreeAgainstModel = TreeMachine.TestCase
+
+
+@pytest.mark.parametrize("walk", range(40))
+def test_long_walk(walk: int, seed: int) -> None:
+    """200 operations each; most of them in a tree that is full."""
+    model = Model()
+    rng = Random(seed * 1000 + walk)
+    for _ in range(200):
+        model.step(rng)
