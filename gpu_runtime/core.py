@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvstrata.backends import StorageWorker
+from kvstrata.backends import HealthState, ObjectId, StorageWorker
 from kvstrata.boundary import (
     ActionFailed,
     Event,
+    Evicted,
     Freed,
     PathCost,
     PoolCapacity,
     RuntimeEvent,
     StatusReport,
+    TierDegraded,
     Wake,
 )
 from kvstrata.errors import IntegrityError, PlanError, StaleHandleError
@@ -28,6 +30,10 @@ from kvstrata.gpu_runtime.timeline import Timeline
 from kvstrata.handles import Extents, StagingMode, Tier, by_pool
 from kvstrata.staging import Pages, PageTable, PinnedHostBufferPool, StagingSettings
 from kvstrata.staging.pages import stamps
+from kvstrata.tiers.namespace import component_fingerprint
+
+MAX_NAMESPACES = 4096
+"""Namespaces whose evictions are reported to control; more is a matter of hints lost."""
 
 PageSet = dict[str, Pages]
 """Pages by component, the same number in each, in the order of the prefix."""
@@ -107,6 +113,11 @@ class RuntimeCore:
             stamp_source=source,
         )
         self.backend_name = worker.name if worker else ""
+        self._namespaces: dict[bytes, dict[str, bytes]] = {}
+        self._base_namespaces: dict[bytes, bytes] = {}
+        self._health = HealthState.OK
+        if worker is not None:
+            worker.on_evicted = self._evicted
         self.closed = False
         self.on_device_pages: Callable[[], None] = _nothing
         self._events: deque[RuntimeEvent] = deque()
@@ -155,6 +166,7 @@ class RuntimeCore:
     def take_events(self, timeout_s: float, wake: Wake) -> list[Event]:
         """What `poll` returns; one caller at a time."""
         kinds = wake.kinds
+        self._note_health()
         with self._wake:
             self._waiting_for = kinds
             self._wake.wait_for(
@@ -190,6 +202,46 @@ class RuntimeCore:
         return StatusReport(
             capacity=tuple(capacity), costs=tuple(costs), prefill_tokens_per_s=speed
         )
+
+    # ── storage ──────────────────────────────────────────────────────────────────────────────────
+
+    def component_namespace(self, namespace: bytes, component: str) -> bytes:
+        """The namespace in which the frames of a component lie; remembered for `Evicted`."""
+        known = self._namespaces.get(namespace)
+        if known is None:
+            if len(self._namespaces) >= MAX_NAMESPACES:  # the one used first is forgotten
+                for old in self._namespaces.pop(next(iter(self._namespaces))).values():
+                    del self._base_namespaces[old]
+            known = {name: component_fingerprint(namespace, name) for name in self.pools}
+            self._namespaces[namespace] = known
+            self._base_namespaces.update(dict.fromkeys(known.values(), namespace))
+        return known[component]
+
+    def _evicted(self, objects: Sequence[ObjectId]) -> None:
+        """The backend evicted frames; a page that lost one component is lost. Any thread."""
+        keys: dict[bytes, dict[bytes, None]] = {}
+        with self.lock:
+            for obj in objects:
+                base = self._base_namespaces.get(obj.namespace)
+                if base is not None:  # else of another server on the same root
+                    keys.setdefault(base, {})[obj.key] = None
+        for base, found in keys.items():
+            self.emit(Evicted(namespace=base, keys=b"".join(found)))
+
+    def _note_health(self) -> None:
+        """Emit TierDegraded when the worker's condition has changed."""
+        if self.worker is None:
+            return
+        health = self.worker.condition()
+        if health.state is not self._health:
+            self._health = health.state
+            event = TierDegraded(
+                tier=Tier.L3,
+                backend=self.backend_name,
+                health=health.state.value,
+                message=health.message,
+            )
+            self.emit(event)
 
     # ── extents ──────────────────────────────────────────────────────────────────────────────────
 

@@ -90,7 +90,7 @@ class Moves:
             return
         ask: Callable[..., None] = worker.drop if drop else worker.lookup
         for component in core.pools:
-            ask(objects_of(action.keys, component), action.deadline_s, done)
+            ask(objects_of(core, action.keys, component), action.deadline_s, done)
 
     def _backup(self, action: Backup) -> None:
         core = self.core

@@ -13,7 +13,6 @@ from kvstrata.gpu_runtime.base import Event
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
 from kvstrata.handles import Extents, Tier
 from kvstrata.staging import Slots
-from kvstrata.tiers.namespace import component_fingerprint
 
 CHUNK_PAGES = 64
 """Most pages of one storage job and of one step through the window."""
@@ -67,14 +66,14 @@ class Copies:
         return event
 
 
-def objects_of(keys: KeyRun, component: str) -> list[ObjectId]:
-    namespace = component_fingerprint(keys.namespace, component)
+def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:
+    namespace = core.component_namespace(keys.namespace, component)
     return [ObjectId(namespace, keys.key(i)) for i in range(keys.page_count)]
 
 
 def page_ios(core: RuntimeCore, keys: KeyRun, component: str, slots: Slots) -> list[PageIO]:
     """Storage jobs for host pages, in the order of the chain."""
-    objects = objects_of(keys, component)
+    objects = objects_of(core, keys, component)
     parent: ObjectId | None = None
     if keys.first_page_index > 0:
         parent = ObjectId(objects[0].namespace, keys.parent)

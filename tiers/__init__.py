@@ -4,6 +4,7 @@ from kvstrata.tiers.cache import CacheControl, Deadlines
 from kvstrata.tiers.keys import KeyChain, page_keys, partial_key, root_key
 from kvstrata.tiers.namespace import ComponentIdentity, Namespace, component_fingerprint
 from kvstrata.tiers.node import L3State, Match, Node
+from kvstrata.tiers.planning import SchedulerSettings
 from kvstrata.tiers.policies import (
     EvictionPolicy,
     PrefetchPolicy,
@@ -12,7 +13,7 @@ from kvstrata.tiers.policies import (
     policy_class,
 )
 from kvstrata.tiers.request import RequestResult, RequestState
-from kvstrata.tiers.scheduler import Scheduler, SchedulerSettings
+from kvstrata.tiers.scheduler import Scheduler
 from kvstrata.tiers.tree import TreeCore
 
 __all__ = [

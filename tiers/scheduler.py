@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 
 from kvstrata.boundary import (
@@ -19,8 +18,6 @@ from kvstrata.boundary import (
     BatchPlan,
     Event,
     Free,
-    OpenRow,
-    RowPlan,
     RowResult,
     RowStatus,
     RuntimeInterface,
@@ -30,34 +27,18 @@ from kvstrata.errors import CapacityError, IntegrityError
 from kvstrata.handles import RequestRuntimeHandle, Tier, page_count, slice_extents
 from kvstrata.tiers.admission import Admission, Verdict
 from kvstrata.tiers.cache import CacheControl
+from kvstrata.tiers.planning import (
+    PlannedRow,
+    SchedulerSettings,
+    first_chunk,
+    next_chunk,
+    open_row,
+)
 from kvstrata.tiers.policies import PrefetchPolicy, RestorePolicy
 from kvstrata.tiers.request import Request, RequestResult, RequestState, new_request
 
 MAX_ATTEMPTS = 3
 """Restores of one request that may fail before it computes everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """`depth` batches may be prepared or running at a time."""
-
-    page_tokens: int
-    max_context_tokens: int = 131_072
-    max_batch: int = 8
-    chunk_tokens: int = 16_384
-    lookahead: int = 16
-    decode_steps: int = 64
-    depth: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _PlannedRow:
-    """One row of the next batch; its KV ends at `end` then, and it takes `new_pages` L1 pages."""
-
-    request: Request
-    plan: RowPlan
-    end: int
-    new_pages: int
 
 
 class Scheduler:
@@ -242,7 +223,7 @@ class Scheduler:
             return False
         return self._send_batch(rows)
 
-    def _plan_rows(self) -> list[_PlannedRow]:
+    def _plan_rows(self) -> list[PlannedRow]:
         """Rows of the next batch: running requests first, then READY ones.
 
         After a batch did not fit, only what fits into the pages that are free for certain, as long
@@ -250,19 +231,19 @@ class Scheduler:
         """
         limit, free = self.settings.max_batch, self.cache.room[Tier.L1].free
         short = self._memory_short and bool(self._batches or self.cache.in_flight)
-        rows: list[_PlannedRow] = []
+        rows: list[PlannedRow] = []
         for request in self._running.values():
             done = request.output_done or request.planned_kv >= request.max_kv
             if len(rows) == limit or done:
                 continue
             assert request.handle is not None
-            row = self._next_chunk(request, request.handle)
+            row = next_chunk(request, request.handle, self.settings)
             if not short or row.new_pages <= free:
                 rows.append(row)
                 free -= row.new_pages
         opening = 0
         while self._ready and len(rows) < limit:
-            row = self._first_chunk(self._ready[0], opening)
+            row = first_chunk(self._ready[0], opening, self.settings)
             if short and row.new_pages > free:
                 break
             rows.append(row)
@@ -271,42 +252,7 @@ class Scheduler:
             self._ready.popleft()
         return rows
 
-    def _next_chunk(self, request: Request, handle: RequestRuntimeHandle) -> _PlannedRow:
-        """The next prefill chunk of a running request, or its next tokens."""
-        start = request.planned_kv
-        if request.prefilled:
-            plan = RowPlan(row=handle)
-            end = min(start + self.settings.decode_steps, request.max_kv)
-        else:
-            count = min(request.prompt_tokens - start, self.settings.chunk_tokens)
-            plan = RowPlan(row=handle, start=start, count=count)
-            end = start + count
-        return _PlannedRow(request, plan, end, self._pages(end) - self._pages(start))
-
-    def _first_chunk(self, request: Request, index: int) -> _PlannedRow:
-        """The first chunk of a READY request, with what it attaches and restores."""
-        size = self.settings.page_tokens
-        lead = next((i for i, n in enumerate(request.path) if not n.l1), len(request.path))
-        restored = sum(node.page_count for node in request.path[lead:])
-        cached = restored + sum(node.page_count for node in request.path[:lead])
-        start = min(cached * size, request.prompt_tokens - 1)
-        count = min(request.prompt_tokens - start, self.settings.chunk_tokens)
-        request.cached_tokens = start
-        plan = RowPlan(
-            row=index,
-            attach=tuple(e for node in request.path[:lead] for e in node.l1),
-            restore=tuple(e for node in request.path[lead:] for e in node.l2),
-            start=start,
-            count=count,
-        )
-        private_copy = 1 if start < cached * size else 0
-        new = self._pages(start + count) - cached + restored + private_copy
-        return _PlannedRow(request, plan, start + count, new)
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.settings.page_tokens)
-
-    def _send_batch(self, rows: list[_PlannedRow]) -> bool:
+    def _send_batch(self, rows: list[PlannedRow]) -> bool:
         cache = self.cache
         need = sum(row.new_pages for row in rows)
         frees = cache.evict_for(Tier.L1, need)
@@ -317,7 +263,7 @@ class Scheduler:
             release=tuple(release),
             frees=(*frees, *(a for a in actions if isinstance(a, Free))),
             actions=tuple(a for a in actions if not isinstance(a, Free)),
-            open=tuple(_open_row(request) for request in opening),
+            open=tuple(open_row(request) for request in opening),
             rows=tuple(row.plan for row in rows),
             steps=self.settings.decode_steps,
         )
@@ -467,13 +413,3 @@ class Scheduler:
         self.admission.check_integrity()
         if self._running.keys() & set(self._release):
             raise IntegrityError("a released handle is still running")
-
-
-def _open_row(request: Request) -> OpenRow:
-    return OpenRow(
-        tokens=request.tokens,
-        namespace=request.chain.namespace,
-        max_new_tokens=request.max_new_tokens,
-        stop_tokens=request.stop_tokens,
-        payload=request.payload,
-    )
