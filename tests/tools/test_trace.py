@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstrata.configs import load_config
 from kvstrata.errors import InputError
 from kvstrata.tools.small_trace import CONVERSATIONS, TURNS, small_trace
 from kvstrata.tools.trace import (
@@ -156,10 +156,10 @@ def test_shipped_trace_has_hits_and_exceeds_the_small_tiers(root: Path) -> None:
         hits += next((i for i, h in enumerate(ids) if h not in seen), len(ids))
         seen.update(ids)
     assert hits == 402
-    local = tomllib.loads((root / "configs/local.toml").read_text())
-    assert len(seen) > 2 * local["pools"]["pages"], "L1 and L2 together must not hold it"
+    local = load_config(root / "configs/local.toml")
+    assert len(seen) > local.pools.pages + local.staging_pages, "L1 and L2 must not hold it"
     longest = max(r.input_length + r.output_length for r in requests)
-    assert longest <= local["pools"]["max_context_tokens"]
+    assert longest <= local.pools.max_context_tokens
 
 
 def test_equal_ids_are_equal_prefixes() -> None:
