@@ -220,7 +220,7 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     staging: StagingConfig = field(default_factory=StagingConfig)
     l3: L3Config = field(default_factory=L3Config)
-    backends: Mapping[str, BackendConfig] = field(default_factory=dict)
+    backends: Mapping[str, BackendConfig] = field(default_factory=dict, repr=False)
     policies: PoliciesConfig = field(default_factory=PoliciesConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     source: ConfigSource = field(default_factory=ConfigSource, repr=False, compare=False)
