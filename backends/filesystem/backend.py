@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -42,6 +43,8 @@ from kvstrata.units import format_size, parse_size
 
 logger = logging.getLogger(__name__)
 
+_MAX_ROOT_BYTES = 460
+"""SQLite takes no path of more than 512."""
 _TRIM_BYTES = 16 << 20
 """About so much is evicted in one transaction when a root is far over its limit."""
 
@@ -97,7 +100,10 @@ class FilesystemBackend(StorageBackend):
         self._context = context
         path = self._settings.path
         try:
-            self._files = FrameFiles(os.path.abspath(path), self._settings.durability, self._sys)
+            root = os.path.abspath(path)
+            if len(os.fsencode(root)) > _MAX_ROOT_BYTES:
+                raise OSError(errno.ENAMETOOLONG, f"more than {_MAX_ROOT_BYTES} bytes")
+            self._files = FrameFiles(root, self._settings.durability, self._sys)
             self._check_limit(self._files)
             with root_lock(self._files.root_fd):
                 self._open_locked(self._files)

@@ -159,8 +159,11 @@ class Database:
         name = _file_name(generation)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC  # SQLite gives its other files this mode
         fd = os.open(name, flags, 0o600, dir_fd=self._root_fd)
-        self._inode = os.fstat(fd).st_ino
-        os.close(fd)
+        try:
+            os.fchmod(fd, 0o600)  # whatever the umask
+            self._inode = os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
         connection = sqlite3.connect(
             self.path,
             timeout=_BUSY_WAIT_S,

@@ -67,7 +67,8 @@ class FrameFiles:
         self._numbers = itertools.count()
         self._chmod = False
         if not sys.path.isdir(root):
-            sys.makedirs(sys.path.dirname(root), exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                sys.makedirs(sys.path.dirname(root))
             with contextlib.suppress(FileExistsError):
                 sys.mkdir(root, 0o700)
                 sys.chmod(root, 0o700)

@@ -21,6 +21,12 @@ class Backend(MemoryBackend):
     pass
 """
 
+ABSTRACT = """
+from kvstrata.backends import StorageBackend
+class Backend(StorageBackend):
+    def open(self, context): ...
+"""
+
 Install = Callable[..., None]
 
 
@@ -98,8 +104,7 @@ def test_import_that_fails(install: Install, source: str, reason: str) -> None:
             "forbid_unknown_fields",
         ),
         (
-            "from kvstrata.backends import StorageBackend\n"
-             "class Backend(StorageBackend):\n    def open(self, context): ...",
+            ABSTRACT,
             "does not implement close, delete, exists, read, scan, usage, write",
         ),
     ],
