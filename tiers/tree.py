@@ -322,13 +322,14 @@ class TreeCore:
 
     def _forget(self, keep: Node) -> None:
         """Down to `max_pages`, as far as there are leaves that are only in L3."""
-        self.lock(keep)
+        keep.locks += 1  # it alone is enough: what has a child is not forgotten
         while self.pages > self.max_pages and (node := self._queues[Tier.L3 - 1].pop()) is not None:
             excess = self.pages - self.max_pages
             if node.page_count > excess:
                 self._split(node, node.page_count - excess)
             self.set_l3(node, L3State.NONE)
-        self._release(keep)
+        keep.locks -= 1
+        self._offer(keep)
 
     def _count_evictable(self, node: Node, sign: int) -> None:
         if node.l1:
