@@ -1,0 +1,62 @@
+"""`kvstrata bench`: one command a part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvstrata.errors import InputError, Where
+from kvstrata.tools.bench.control import ControlReport, run
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure parts of kvstrata."""
+
+
+@app.command()
+def control(
+    trace: Annotated[Path, typer.Option(help="Requests, in Mooncake's JSONL format.")],
+    requests: Annotated[int, typer.Option(help="How many of them.")] = 2000,
+    page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
+) -> None:
+    """What a request costs in the control plane: digests, prefix match, insert."""
+    report = run(trace, requests, page_tokens)
+    Console().print(_table(report))
+    if json is not None:
+        try:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        except OSError as exc:
+            raise InputError(
+                f"cannot write the figures: {exc.strerror}",
+                remedy="give a path that can be written",
+                where=Where(json),
+            ) from exc
+
+
+def _table(report: ControlReport) -> Table:
+    tokens = f"{report.prompt_tokens:,} tokens"
+    title = f"{report.requests:,} requests, {tokens}, {report.page_tokens} tokens a page"
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    ns = report.ns_per_token
+    table.add_row("digest", f"{ns.digest:.2f} ns/token")
+    table.add_row("match", f"{ns.match:.2f} ns/token")
+    table.add_row("insert", f"{ns.insert:.2f} ns/token")
+    table.add_row("all three", f"{ns.total:.2f} ns/token", end_section=True)
+    table.add_row("p50", f"{report.p50_ms:.3f} ms/request")
+    table.add_row("p99", f"{report.p99_ms:.3f} ms/request")
+    table.add_row("longest", f"{report.max_ms:.3f} ms", end_section=True)
+    table.add_row("pages that hit", f"{report.page_hits:,} of {report.full_pages:,}")
+    table.add_row("pages, nodes in the tree", f"{report.tree_pages:,}, {report.tree_nodes:,}")
+    table.add_row("memory", f"{report.tree_bytes_per_page:.1f} bytes/page")
+    return table
