@@ -22,6 +22,10 @@ class FrameStore(Protocol):
 
     def exists(self, name: ObjectId) -> bool: ...
 
+    def cost_on_disk(self, name: ObjectId) -> int | None:
+        """None: it is not there."""
+        ...
+
     def unlink(self, name: ObjectId) -> bool:
         """True if it was there. Raises OSError if it cannot be removed."""
         ...

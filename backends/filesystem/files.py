@@ -144,6 +144,13 @@ class FrameFiles:
     def exists(self, name: ObjectId) -> bool:
         return os.access(object_path(name), os.F_OK, dir_fd=self.root_fd)
 
+    def cost_on_disk(self, name: ObjectId) -> int | None:
+        """What the frame takes, or None if it is not there."""
+        try:
+            return self.cost(os.stat(object_path(name), dir_fd=self.root_fd).st_size)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def unlink(self, name: ObjectId) -> bool:
         """True if the frame was there and is gone."""
         try:

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from kvstrata.backends.base import ObjectId
 from kvstrata.backends.filesystem import booking
 from kvstrata.backends.filesystem.booking import (
@@ -207,8 +209,13 @@ class StoreIndex:
             generation = self._database.generation
             for batch, manifest in ledger.connection.execute(query, (owner,)).fetchall():
                 entries = booking.decode_manifest(manifest)
+                costs = [self._files.cost_on_disk(entry.object) for entry in entries]
+                entries = [
+                    msgspec.structs.replace(entry, cost=cost or 0)
+                    for entry, cost in zip(entries, costs, strict=True)
+                ]
+                stored = [cost is not None for cost in costs]
                 left = Reservation([], [], entries, generation, batch, ledger.removals)
-                stored = [self._files.exists(entry.object) for entry in entries]
                 booking.end_batch(ledger, self._files, left, stored, generation)
 
         self._run(work)
