@@ -164,6 +164,22 @@ def test_locked_pages_stay(tree: TreeCore) -> None:
         tree.lock(tail)
 
 
+def test_a_lock_keeps_pages_in_their_best_tier(tree: TreeCore) -> None:
+    """What is locked and in L1 may leave L2, or requests could starve the backups of room there;
+    what is in L2 only may not, nor what is above it."""
+    (upper,) = put(tree, run_of(1, 2))
+    (lower,) = put(tree, run_of(1, 2, 3).slice(2, 3), Tier.L2)
+    tree.set_resident(upper, Tier.L2, extents(Tier.L2, 0, 2))
+    tree.lock(lower)
+    assert tree.evict(Tier.L2, 9) == []
+    tree.set_resident(lower, Tier.L1, extents(Tier.L1, 2, 1))
+    assert tree.evictable(Tier.L2) == 0
+    assert [pages(found) for _, found in tree.evict(Tier.L2, 2)] == [[2], [1]]
+    assert tree.evict(Tier.L1, 9) == []
+    tree.unlock(lower)
+    assert tree.evictable(Tier.L2) == 1
+
+
 def test_evict_takes_the_tail_and_no_more(tree: TreeCore) -> None:
     put(tree, run_of(1, 2, 3, 4, 5), first=10)
     victims = tree.evict(Tier.L1, 2)

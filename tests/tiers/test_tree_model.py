@@ -266,8 +266,9 @@ class Model:
     def evict(self, rng: Random) -> None:
         tier, pages = rng.choice(TIERS), rng.randint(0, 6)
         locked = self.locked_keys()
-        free = {k for k, p in self.pages.items() if tier in p.where and k not in locked}
-        assert self.tree.evictable(tier) == len(free)
+        unlocked = sum(tier in p.where and k not in locked for k, p in self.pages.items())
+        assert self.tree.evictable(tier) == unlocked
+        free = self.may_leave(tier, locked)
         left = min(pages, len(free))
         for node, extents in self.tree.evict(tier, pages):
             keys = self.split(node.keys)
@@ -279,6 +280,20 @@ class Model:
                 free.discard(key)
             left -= len(keys)
         assert left == 0
+
+    def may_leave(self, tier: Tier, locked: set[bytes]) -> set[bytes]:
+        """Pages that can be evicted, one after the other: no lock keeps them in `tier`, nor any
+        page below them. A locked page stays in the best tier it is in."""
+        inside = {key: page for key, page in self.pages.items() if tier in page.where}
+        kept = {
+            id(page)
+            for key, page in inside.items()
+            if key in locked and not (tier is Tier.L2 and Tier.L1 in page.where)
+        }
+        ids = {id(page) for page in inside.values()}
+        while above := {id(p.parent) for p in inside.values() if id(p) in kept} & (ids - kept):
+            kept |= above
+        return {key for key, page in inside.items() if id(page) not in kept}
 
     def check_victim(self, key: bytes, tier: Tier, free: set[bytes]) -> None:
         """No child in the tier, and no other page that may go was used less recently."""
