@@ -58,6 +58,23 @@ class Admission:
         """L1 pages that it can need at most: all positions, and a private copy of one page."""
         return -(-request.max_kv // request.chain.page_tokens) + 1
 
+    def look_up(self, request: Request) -> None:
+        """Ask L3 for the pages behind those that the tree knows."""
+        keys = request.prompt_keys()
+        known = self._cache.tree.match(request.chain.namespace, keys).page_count
+        if known == request.full_pages:
+            request.located_pages = known
+            return
+        request.state = RequestState.LOOKUP
+        run = request.chain.run(known, request.full_pages)
+
+        def done(n: int) -> None:
+            request.located_pages = known + n
+            if request.state is RequestState.LOOKUP:
+                request.state = RequestState.WAITING
+
+        self._cache.lookup(run, done)
+
     def try_admit(self, request: Request) -> Verdict:
         cache, tree = self._cache, self._cache.tree
         chain = request.chain
@@ -76,12 +93,12 @@ class Admission:
             return Verdict.NO_ROOM
         target = self._target(path)
         missing = _missing(path, target)
-        l2_pages = sum(n.page_count for n in path if n.l2 or target is Tier.L2)
+        l2_pages = self._l2_need(path) if target is Tier.L2 else 0
         to_l1 = sum(n.page_count for m in missing for n in m.nodes) if target is Tier.L1 else 0
         room = cache.room[Tier.L1]
         if to_l1 > room.free + room.freeing + tree.evictable(Tier.L1):
             return Verdict.NO_ROOM
-        if not self._l2_fits(missing, target, l2_pages):
+        if l2_pages and self._l2_pages + l2_pages > self._l2_limit():
             return Verdict.NO_ROOM
         request.footprint_pages, request.l2_pages = footprint, l2_pages
         self._admit(request, path, missing, target)
@@ -92,7 +109,7 @@ class Admission:
         cut = len(path)
         for i, node in enumerate(path):
             if not (node.l1 or node.l2):
-                if node.l3 is L3State.QUEUED:
+                if node.l3.is_on_its_way:
                     return None
                 if not request.restore_allowed:
                     cut = i
@@ -126,14 +143,21 @@ class Admission:
         lead = next((i for i, node in enumerate(path) if not node.l1), len(path))
         if any(node.l1 and not node.l2 for node in path[lead:]):
             return Tier.L1
-        rest = sum(node.page_count for node in path[lead:])
-        return Tier.L2 if rest <= self._cache.room[Tier.L2].total // 2 else Tier.L1
+        return Tier.L2 if self._l2_need(path) <= self._l2_limit() else Tier.L1
 
-    def _l2_fits(self, missing: list[_Missing], target: Tier, l2_pages: int) -> bool:
-        if target is Tier.L1 or not missing:
-            return True
+    def _l2_need(self, path: list[Node]) -> int:
+        """Pages that a lock on `path` keeps in L2: those to restore, and, as children leave before
+        their parents, those above them that are in L2 or on their way."""
+        if all(node.l1 for node in path):
+            return 0
+        stay = (n for n in path if not n.l1 or n.l2 or n.l3 is L3State.COPYING)
+        return sum(node.page_count for node in stay)
+
+    def _l2_limit(self) -> int:
+        """The most pages in L2 that requests may lock: a backup must always fit beside them, or
+        pages in L1 could wait for room in L2 that is held for requests that wait for L1."""
         room = self._cache.room[Tier.L2]
-        return self._l2_pages + l2_pages <= room.total * 3 // 4 or self._l2_pages == 0
+        return room.total - room.reserve - self._cache.move_pages
 
     def _admit(
         self, request: Request, path: list[Node], missing: list[_Missing], target: Tier
@@ -142,7 +166,6 @@ class Admission:
         self._footprint += request.footprint_pages
         self._l2_pages += request.l2_pages
         self.admitted[request.request_id] = request
-        request.path = path
         request.path_pages = sum(node.page_count for node in path)
         request.hit_pages = Counter()
         for node in path:
@@ -188,12 +211,17 @@ class Admission:
             came += node.page_count
         self.settled.append(request)
         if came == wanted:
-            request.path = path
             request.state = RequestState.READY
         else:
             self.leave(request)
             request.state = RequestState.WAITING
             request.located_pages = min(request.located_pages, came)
+
+    def path(self, request: Request) -> list[Node]:
+        """The nodes that an admitted request attaches and restores, as they are now."""
+        if request.end_node is None:
+            return []
+        return self._cache.tree.span(request.end_node, request.path_pages)
 
     def _claim(self, request: Request, path: list[Node]) -> None:
         page = 0
@@ -212,15 +240,6 @@ class Admission:
                 del self._claimed[key]
         request.claimed_keys = []
 
-    def extend_lock(self, request: Request, end: Node | None) -> None:
-        """Its path grew to `end`."""
-        if end is None:
-            return
-        self._cache.tree.lock(end)
-        if request.end_node is not None:
-            self._cache.tree.unlock(request.end_node)
-        request.end_node = end
-
     def leave(self, request: Request) -> None:
         """Take everything back that `try_admit` booked. Idempotent."""
         if self.admitted.pop(request.request_id, None) is None:
@@ -231,7 +250,7 @@ class Admission:
         if request.end_node is not None:
             self._cache.tree.unlock(request.end_node)
             request.end_node = None
-        request.path = []
+        request.path_pages = 0
 
     def check_integrity(self) -> None:
         admitted = self.admitted.values()

@@ -39,7 +39,7 @@ from kvstrata.tiers.policies import WritePolicy
 from kvstrata.tiers.tree import TreeCore
 
 MAX_MOVE_PAGES = 64
-"""Most pages of one node that is written, and so of one backup."""
+"""Most pages of a node that is made by a computation, and so of one backup."""
 
 _KEEP_BELIEF = ("capacity", "cancelled", "closed")
 """Causes of a short prefetch that say nothing about what L3 holds."""
@@ -70,7 +70,6 @@ class _PendingBackup:
     end: Node
     count: int
     target: Tier
-    locked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +187,17 @@ class CacheControl:
 
     # ── pages that became READY ──────────────────────────────────────────────────────────────────
 
-    def insert_ready(self, run: KeyRun, extents: Extents) -> tuple[Node, int]:
-        """Pages of `run` (at least one) are READY in L1; the tree takes them and backs them up.
+    def insert_ready(self, prefix: KeyRun, run: KeyRun, extents: Extents) -> int:
+        """Pages of `run` are READY in L1; the tree takes them and backs them up.
 
-        Returns the node that ends with the last one, and how many pages were in L1 already: those
-        are given back.
+        `prefix` are the pages of the chain before them, which the tree may have lost by now.
+        Returns how many pages were in L1 already: those are given back.
         """
         duplicates = at = 0
-        node: Node | None = None
-        for start in range(0, run.page_count, MAX_MOVE_PAGES):
-            part = run.slice(start, min(start + MAX_MOVE_PAGES, run.page_count))
+        self.tree.insert(prefix)
+        step = self.move_pages
+        for start in range(0, run.page_count, step):
+            part = run.slice(start, min(start + step, run.page_count))
             for node in self.tree.insert(part):
                 mine = slice_extents(extents, at, at + node.page_count)
                 at += node.page_count
@@ -207,9 +207,16 @@ class CacheControl:
                 else:
                     self.tree.set_resident(node, Tier.L1, mine)
                     self._write_back(node, Tier.L1)
-        assert node is not None, "a run has pages"
         self.counters["duplicate_pages"] += duplicates
-        return node, duplicates
+        return duplicates
+
+    @property
+    def move_pages(self) -> int:
+        """The most pages of a node that is new: its backup must fit into L2 beside another."""
+        room = self.room[Tier.L2]
+        if self.mode is StagingMode.BUFFER_ONLY:
+            return MAX_MOVE_PAGES
+        return max(1, min(MAX_MOVE_PAGES, (room.total - room.reserve) // 2))
 
     def believe_stored(self, run: KeyRun) -> None:
         """L3 seems to hold these pages (a lookup said so)."""
@@ -237,13 +244,13 @@ class CacheControl:
         if target is Tier.L2 and self._is_going_to_l2(node):
             return
         action_id = next(self._ids)
-        locked = target is Tier.L2
-        if locked:
-            self.tree.lock(node)  # it must not leave L1 before its copy is known
-            self._take(Tier.L2, node.page_count, self.room[Tier.L2].reserve)
-        else:
+        if target is Tier.L3:
             self.tree.set_l3(node, L3State.QUEUED)
-        self._backups[action_id] = _PendingBackup(node, node.page_count, target, locked)
+        else:
+            if node.l3 is L3State.NONE:
+                self.tree.set_l3(node, L3State.COPYING)
+            self._take(Tier.L2, node.page_count, self.room[Tier.L2].reserve)
+        self._backups[action_id] = _PendingBackup(node, node.page_count, target)
         source = node.l2 if ready is Tier.L2 else node.l1
         self.outbox.append(
             Backup(
@@ -260,12 +267,13 @@ class CacheControl:
     def _is_going_to_l2(self, node: Node) -> bool:
         """Is a copy of it under way, perhaps as a part of what has been split since?"""
         pending = (p for p in self._backups.values() if p.target is Tier.L2)
-        return any(node in self.tree.span(p.end, p.count) for p in pending)
+        alive = (p for p in pending if self.tree.is_alive(p.end))
+        return any(node in self.tree.span(p.end, p.count) for p in alive)
 
     def _may_store(self, node: Node) -> bool:
         """The prefix stays closed: no page is stored below one that is not stored or queued."""
         parent = node.parent
-        return self.has_l3 and parent is not None and (parent.is_root or parent.l3 != L3State.NONE)
+        return self.has_l3 and parent is not None and (parent.is_root or parent.l3.closes_prefix)
 
     def _store_children(self, node: Node) -> None:
         """Children that had to wait for their parent's turn."""
@@ -346,6 +354,10 @@ class CacheControl:
 
     def _backed_up(self, event: BackedUp) -> None:
         backup = self._backups.pop(event.action_id)
+        if not self.tree.is_alive(backup.end):  # L3 lost it, and L1 gave it up meanwhile
+            if event.extents:
+                self.outbox.append(self.free(event.extents))
+            return
         run = self.tree.key_run(self.tree.span(backup.end, backup.count))
         if event.n < backup.count:
             self.counters[f"backup_failed_{event.cause}"] += backup.count - event.n
@@ -358,11 +370,18 @@ class CacheControl:
                     self.outbox.append(self.free(mine))
                 else:
                     self.tree.set_resident(node, Tier.L2, mine)
-                    self._write_back(node, Tier.L2)
+                self._copied(node)
+            for node in self.tree.insert(run.slice(event.n, run.page_count)):
+                self._copied(node)
         else:
             self._note_stored(run, event.n)
-        if backup.locked:
-            self.tree.unlock(backup.end)
+
+    def _copied(self, node: Node) -> None:
+        """The way to L2 has ended, there or not: on to L3."""
+        if node.l3 is L3State.COPYING:
+            self.tree.set_l3(node, L3State.NONE)
+        if node.l2:
+            self._write_back(node, Tier.L2)
 
     def _note_stored(self, run: KeyRun, n: int) -> None:
         stored = self.tree.insert(run.slice(0, n))
@@ -380,7 +399,7 @@ class CacheControl:
         parent = first.parent
         if parent is not None and (parent.l1 or parent.l2):
             self._write_back(parent, Tier.L2 if parent.l2 else Tier.L1)
-            if parent.l3 is not L3State.NONE:
+            if parent.l3.closes_prefix:
                 return
         for node in self.tree.insert(stored):
             self.tree.set_l3(node, L3State.NONE)
@@ -394,6 +413,8 @@ class CacheControl:
         """Raise IntegrityError when tree and open actions contradict each other."""
         self.tree.check_integrity()
         for action_id, backup in self._backups.items():
-            if backup.locked and backup.end.locks < 1:
-                raise IntegrityError(f"backup {action_id} lost its lock on {backup.end!r}")
-            self.tree.span(backup.end, backup.count)
+            if not self.tree.is_alive(backup.end):
+                continue
+            states = {node.l3 for node in self.tree.span(backup.end, backup.count)}
+            if backup.target is Tier.L3 and states != {L3State.QUEUED}:
+                raise IntegrityError(f"backup {action_id} of pages that are {states}")

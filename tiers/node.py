@@ -18,8 +18,19 @@ class L3State(enum.IntEnum):
 
     NONE = 0
     QUEUED = 1
-    """A backup is under way."""
+    """A backup to L3 is under way."""
     STORED = 2
+    COPYING = 3
+    """It is on its way to L2, and not in the queue for L3 yet."""
+
+    @property
+    def is_on_its_way(self) -> bool:
+        return self in (L3State.QUEUED, L3State.COPYING)
+
+    @property
+    def closes_prefix(self) -> bool:
+        """May a page below be stored?"""
+        return self in (L3State.QUEUED, L3State.STORED)
 
 
 class Node:
@@ -99,9 +110,11 @@ class Node:
     def may_leave(self, tier: Tier) -> bool:
         """May the pages be evicted from `tier` now? Never before those of a child.
 
-        From L3 "evicted" means forgotten: a stored leaf that is nowhere else.
+        A lock keeps pages in the best tier they are in: those that are in L1 may leave L2 all the
+        same, or requests that hold L1 could starve the backups that make room in it. From L3
+        "evicted" means forgotten: a stored leaf that is nowhere else.
         """
-        if self.locks or self.parent is None:
+        if self.parent is None or (self.locks and not (tier is Tier.L2 and self.l1)):
             return False
         if tier is Tier.L1:
             return bool(self.l1) and not self.l1_children

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvstrata.boundary import OpenRow, RowPlan
 from kvstrata.handles import RequestRuntimeHandle
+from kvstrata.tiers.node import Node
 from kvstrata.tiers.request import Request
 
 
@@ -49,22 +50,24 @@ def next_chunk(
     return PlannedRow(request, plan, end, _pages(end, size) - _pages(start, size))
 
 
-def first_chunk(request: Request, index: int, settings: SchedulerSettings) -> PlannedRow:
-    """The first chunk of a READY request, with what it attaches and restores.
+def first_chunk(
+    request: Request, path: list[Node], index: int, settings: SchedulerSettings
+) -> PlannedRow:
+    """The first chunk of a READY request, which attaches and restores the pages of `path`.
 
     `index` is its place in `BatchPlan.open`. A wholly cached prompt computes its last token again.
     """
     size = settings.page_tokens
-    lead = next((i for i, node in enumerate(request.path) if not node.l1), len(request.path))
-    restored = sum(node.page_count for node in request.path[lead:])
-    cached = restored + sum(node.page_count for node in request.path[:lead])
+    lead = next((i for i, node in enumerate(path) if not node.l1), len(path))
+    restored = sum(node.page_count for node in path[lead:])
+    cached = restored + sum(node.page_count for node in path[:lead])
     start = min(cached * size, request.prompt_tokens - 1)
     count = min(request.prompt_tokens - start, settings.chunk_tokens)
     request.cached_tokens = start
     plan = RowPlan(
         row=index,
-        attach=tuple(extent for node in request.path[:lead] for extent in node.l1),
-        restore=tuple(extent for node in request.path[lead:] for extent in node.l2),
+        attach=tuple(extent for node in path[:lead] for extent in node.l1),
+        restore=tuple(extent for node in path[lead:] for extent in node.l2),
         start=start,
         count=count,
     )

@@ -73,10 +73,10 @@ class Request:
     located_pages: int = -1
     """Leading pages that L3 said it has; -1 before the lookup."""
     end_node: Node | None = None
-    """The locked last node of its path."""
-    path: list[Node] = field(default_factory=list)
+    """The locked last node of the path that it attaches and restores."""
     path_pages: int = 0
-    """Pages of `path`."""
+    """Pages of the path that ends with `end_node`. The nodes are asked from the tree each time
+    (`TreeCore.span`): they may be split between."""
     hit_pages: Counter[Tier] = field(default_factory=Counter)
     loads_open: set[int] = field(default_factory=set)
     """Actions that fetch its pages."""

@@ -176,7 +176,7 @@ class Scheduler:
         if self.cache.has_l3:
             for request in ahead:
                 if request.state is RequestState.WAITING and request.located_pages < 0:
-                    self._look_up(request)
+                    self.admission.look_up(request)
         room = self.settings.max_batch * (self.settings.depth + 1) - len(self.admission.admitted)
         for request in ahead:
             if room <= 0:
@@ -197,23 +197,6 @@ class Scheduler:
         if request.state is RequestState.READY:
             self._ready.append(request)
 
-    def _look_up(self, request: Request) -> None:
-        """Ask L3 for the pages behind those that the tree knows."""
-        keys = request.prompt_keys()
-        known = self.cache.tree.match(request.chain.namespace, keys).page_count
-        if known == request.full_pages:
-            request.located_pages = known
-            return
-        request.state = RequestState.LOOKUP
-        run = request.chain.run(known, request.full_pages)
-
-        def done(n: int) -> None:
-            request.located_pages = known + n
-            if request.state is RequestState.LOOKUP:
-                request.state = RequestState.WAITING
-
-        self.cache.lookup(run, done)
-
     # ── batches ──────────────────────────────────────────────────────────────────────────────────
 
     def _send(self) -> bool:
@@ -224,33 +207,36 @@ class Scheduler:
         return self._send_batch(rows)
 
     def _plan_rows(self) -> list[PlannedRow]:
-        """Rows of the next batch: running requests first, then READY ones.
-
-        After a batch did not fit, only what fits into the pages that are free for certain, as long
-        as anything is under way that can free more.
-        """
-        limit, free = self.settings.max_batch, self.cache.room[Tier.L1].free
-        short = self._memory_short and bool(self._batches or self.cache.in_flight)
+        """Rows of the next batch: running requests first, then READY ones."""
+        limit = self.settings.max_batch
         rows: list[PlannedRow] = []
+        need = 0
         for request in self._running.values():
             done = request.output_done or request.planned_kv >= request.max_kv
             if len(rows) == limit or done:
                 continue
             assert request.handle is not None
             row = next_chunk(request, request.handle, self.settings)
-            if not short or row.new_pages <= free:
+            if self._may_take(need + row.new_pages):
                 rows.append(row)
-                free -= row.new_pages
+                need += row.new_pages
         opening = 0
         while self._ready and len(rows) < limit:
-            row = first_chunk(self._ready[0], opening, self.settings)
-            if short and row.new_pages > free:
+            path = self.admission.path(self._ready[0])
+            row = first_chunk(self._ready[0], path, opening, self.settings)
+            if not self._may_take(need + row.new_pages):
                 break
             rows.append(row)
-            free -= row.new_pages
+            need += row.new_pages
             opening += 1
             self._ready.popleft()
         return rows
+
+    def _may_take(self, pages: int) -> bool:
+        """After a batch did not fit: wait while pages that are being freed are all that it lacks.
+        When they would not do, eviction must (`_send_batch`)."""
+        room = self.cache.room[Tier.L1]
+        return not self._memory_short or not room.free < pages <= room.free + room.freeing
 
     def _send_batch(self, rows: list[PlannedRow]) -> bool:
         cache = self.cache
@@ -354,8 +340,7 @@ class Scheduler:
                 continue
             run = request.chain.run(start, end)
             mine = slice_extents(result.extents, start - first, end - first)
-            last, duplicates = self.cache.insert_ready(run, mine)
-            self.admission.extend_lock(request, last)
+            duplicates = self.cache.insert_ready(request.chain.run(0, start), run, mine)
             if start >= restored:
                 prompt = max(0, min(end, request.full_pages) - start)
                 request.duplicate_pages += min(duplicates, prompt)
@@ -363,7 +348,7 @@ class Scheduler:
     def _recompute(self, request: Request, result: RowResult) -> None:
         """A restore failed late: give its host copies up and start again without them."""
         self.counters["needs_recompute"] += 1
-        self.cache.lose_l2(request.path)
+        self.cache.lose_l2(self.admission.path(request))
         self._drop_handle(request)
         self.admission.leave(request)
         request.attempts += 1

@@ -114,7 +114,8 @@ class TreeCore:
         return self._resident[tier]
 
     def evictable(self, tier: Tier) -> int:
-        """Pages that `evict` could take from L1 or L2 now."""
+        """Unlocked pages in L1 or L2: what `evict` could take now. (From L2 it also takes locked
+        ones that are in L1.)"""
         return self._evictable[tier]
 
     # ── growing ──────────────────────────────────────────────────────────────────────────────────
@@ -283,7 +284,8 @@ class TreeCore:
     # ── locks and eviction ───────────────────────────────────────────────────────────────────────
 
     def lock(self, node: Node) -> None:
-        """Forbid the eviction of `node` and all above it, from every tier. Locks count."""
+        """Keep `node` and all above it in the best tier they are in, and in the tree. Locks
+        count."""
         self._check_alive(node)
         at: Node | None = node
         while at is not None:
@@ -361,6 +363,10 @@ class TreeCore:
                 queue.pruned(node)
             node = parent
         self._offer(node)
+
+    def is_alive(self, node: Node) -> bool:
+        """Is `node` in the tree still?"""
+        return node.locks != PRUNED
 
     def _check_alive(self, node: Node) -> None:
         if node.locks == PRUNED or node.parent is None:

@@ -69,11 +69,16 @@ class CacheExtentRef(msgspec.Struct, frozen=True, array_like=True):
         runs: list[PageRun] = []
         at = 0
         for run in self.page_runs:
-            first = max(start - at, 0)
-            last = min(stop - at, run.page_count)
-            if first < last:
-                runs.append(PageRun(run.first_page + first, last - first))
-            at += run.page_count
+            end = at + run.page_count
+            if end > start:
+                if at >= start and end <= stop:
+                    runs.append(run)
+                else:
+                    first = max(start - at, 0)
+                    runs.append(PageRun(run.first_page + first, min(stop, end) - at - first))
+                if end >= stop:
+                    break
+            at = end
         return CacheExtentRef(self.runtime_id, self.generation, self.tier, self.pool, tuple(runs))
 
 

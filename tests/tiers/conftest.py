@@ -1,0 +1,263 @@
+"""A small real engine: local runtime on the CPU device, memory backend, oracle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstrata.backends import (
+    BackendContext,
+    ObjectId,
+    PageResult,
+    ReadRequest,
+    StorageWorker,
+    WorkerSettings,
+    WriteRequest,
+)
+from kvstrata.backends.memory import MemoryBackend, MemoryOptions
+from kvstrata.boundary import Outcome
+from kvstrata.gpu_runtime import (
+    ComponentSpec,
+    ForwardContext,
+    ForwardResult,
+    ForwardRow,
+    LocalGPURuntime,
+    OracleRunner,
+    RuntimeSettings,
+)
+from kvstrata.handles import StagingMode, Tier
+from kvstrata.staging import StagingSettings
+from kvstrata.tiers import (
+    CacheControl,
+    Deadlines,
+    RequestResult,
+    Scheduler,
+    SchedulerSettings,
+    TreeCore,
+    policy_class,
+)
+
+PAGE = 4
+"""Tokens a page: small, so that a few tokens make many pages."""
+KV = ComponentSpec("kv", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16")
+INDEX = ComponentSpec("index", layers=1, kv_heads=1, head_dim=24, dtype="uint8")
+NAMESPACE = bytes(range(32))
+
+
+class Gate:
+    """Blocks callers while it is shut; a test waits until one has arrived."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._arrived = threading.Semaphore(0)
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_arrival(self) -> None:
+        assert self._arrived.acquire(timeout=20), "nobody came"
+
+    def pass_through(self) -> None:
+        if not self._open.is_set():
+            self._arrived.release()
+            assert self._open.wait(20), "the gate stayed shut"
+
+
+class GatedRunner(OracleRunner):
+    """The oracle behind a gate, and with a list of what it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+        self.fail_next = False
+        self.rows_run: list[int] = []
+
+    def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
+        self.rows_run.append(len(rows))
+        self.gate.pass_through()
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("planted")
+        return super().forward(rows, context)
+
+
+class FaultyBackend(MemoryBackend):
+    """Memory that can be slow (gates), lose, corrupt or refuse pages on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryOptions())
+        self.read_gate, self.write_gate, self.exists_gate = Gate(), Gate(), Gate()
+        self.refuse: set[bytes] = set()
+        self.corrupt: set[bytes] = set()
+        self.lose: set[bytes] = set()
+        self.order: list[bytes] = []
+
+    @property
+    def concurrency(self) -> int:
+        return 3
+
+    def exists(self, objects: Sequence[ObjectId]) -> list[bool]:
+        self.exists_gate.pass_through()
+        return super().exists(objects)
+
+    def read(self, requests: Sequence[ReadRequest]) -> list[PageResult]:
+        self.read_gate.pass_through()
+        results = super().read(requests)
+        for i, request in enumerate(requests):
+            if request.object.key in self.corrupt:
+                request.buffers[-1][3] ^= 0xFF
+            if request.object.key in self.lose:
+                results[i] = PageResult(Outcome.MISSING)
+        return results
+
+    def write(self, requests: Sequence[WriteRequest]) -> list[PageResult]:
+        self.write_gate.pass_through()
+        results: list[PageResult] = []
+        for request in requests:
+            if request.object.key in self.refuse or (results and not results[-1].outcome.is_stored):
+                results.append(PageResult(Outcome.ACCESS, 0, "planted"))
+                continue
+            results += super().write([request])
+            self.order.append(request.object.key)
+        return results
+
+
+@dataclass
+class Small:
+    """An engine with everything that a test wants to look at."""
+
+    runtime: LocalGPURuntime
+    scheduler: Scheduler
+    runner: GatedRunner
+    backend: FaultyBackend
+    results: dict[int, RequestResult] = field(default_factory=dict)
+
+    def submit(self, tokens: Sequence[int], **kwargs: Any) -> int:
+        data = np.asarray(tokens, np.int32).tobytes()
+        return self.scheduler.submit(data, NAMESPACE, **kwargs)
+
+    def run(self) -> None:
+        """Until nothing is open; then everything must be consistent."""
+        for result in self.scheduler.run_until_idle(30):
+            self.results[result.request_id] = result
+        self.check()
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            for result in self.scheduler.step(0.01):
+                self.results[result.request_id] = result
+        raise AssertionError(f"never came true: {self.scheduler.describe()}")
+
+    def ask(self, tokens: Sequence[int], **kwargs: Any) -> RequestResult:
+        """One request, to its end, everything stored."""
+        request_id = self.submit(tokens, **kwargs)
+        self.run()
+        return self.results[request_id]
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        self.runtime.check_integrity()
+        assert self.scheduler.counters["pages_mismatched"] == 0
+
+    def check_no_leak(self) -> None:
+        """Idle: every page that is not free belongs to the tree, and nothing is locked."""
+        assert self.scheduler.idle
+        tree, core = self.scheduler.cache.tree, self.runtime.core
+        for table in core.tables.values():
+            assert table.freeing == 0
+            assert table.total - table.free == tree.resident(Tier.L1)
+        for table in core.staging.tables.values():
+            assert table.freeing == 0
+            assert table.total - table.free == tree.resident(Tier.L2)
+        assert tree.evictable(Tier.L1) == tree.resident(Tier.L1), "something is still locked"
+        assert tree.evictable(Tier.L2) == tree.resident(Tier.L2)
+        assert core.staging.lent(core.backend_name) == 0
+        assert len(self.runtime.batches.rows) == 0
+
+    def hits(self, result: RequestResult) -> tuple[int, int, int]:
+        return tuple(result.hit_pages[tier] for tier in Tier)  # type: ignore[return-value]
+
+    def drop_tier(self, tier: Tier) -> None:
+        """Evict everything from L1 or L2."""
+        self.scheduler.cache.outbox.extend(
+            self.scheduler.cache.free(e) for _, e in self.scheduler.cache.tree.evict(tier, 10**9)
+        )
+        self.run()
+
+
+MakeSmall = Callable[..., Small]
+
+
+@pytest.fixture
+def make_small() -> Iterator[MakeSmall]:
+    """`make_small(l1=…, l2=…, mode=…, …)`; everything is closed at the end."""
+    opened: list[Small] = []
+
+    def make(
+        *,
+        l1: int = 64,
+        l2: int = 32,
+        mode: str = "cache",
+        two_pools: bool = False,
+        backend: FaultyBackend | None = None,
+        with_l3: bool = True,
+        deadlines: Deadlines | None = None,
+        max_rows: int = 16,
+        **scheduler: Any,
+    ) -> Small:
+        components = (KV, INDEX) if two_pools else (KV,)
+        backend = backend or FaultyBackend()
+        runner = GatedRunner()
+        worker = None
+        if with_l3:
+            context = BackendContext("store", {c.name: c.page_bytes(PAGE) for c in components})
+            worker = StorageWorker("store", backend, WorkerSettings(), context)
+        stride = sum(-(-c.page_bytes(PAGE) // 4096) * 4096 for c in components)
+        settings = RuntimeSettings(
+            components=components,
+            pages=l1,
+            page_tokens=PAGE,
+            max_requests=max_rows,
+            max_context_tokens=4096,
+            staging=StagingSettings(total_bytes=l2 * stride),
+            mode=StagingMode(mode),
+        )
+        runtime = LocalGPURuntime(settings, runner, worker)
+        cache = CacheControl(
+            TreeCore(policy_class("eviction", "lru")(), 10**6),
+            policy_class("write", "write_through")(),
+            StagingMode(mode),
+            has_l3=with_l3,
+            deadlines=deadlines or Deadlines(20, 20, 20),
+        )
+        engine = Scheduler(
+            runtime,
+            cache,
+            policy_class("prefetch", "wait_complete")(),
+            policy_class("restore", "always")(),
+            SchedulerSettings(page_tokens=PAGE, max_context_tokens=4096, **scheduler),
+        )
+        opened.append(Small(runtime, engine, runner, backend))
+        return opened[-1]
+
+    yield make
+    for small in opened:
+        for gate in (
+            small.runner.gate,
+            small.backend.read_gate,
+            small.backend.write_gate,
+            small.backend.exists_gate,
+        ):
+            gate.open()
+        small.runtime.close(10)
