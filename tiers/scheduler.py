@@ -67,7 +67,8 @@ class Scheduler:
         self._memory_short = False
         self._next_id = 1
         self.calls: Counter[str] = Counter()
-        """Calls across RuntimeInterface, by method; and `batches`."""
+        """Calls across RuntimeInterface, by method, and `batches`; `drain` are those while no
+        request was open and the last pages went to storage."""
         self.counters: Counter[str] = Counter()
         """The ModelRunner's counters, summed; rows that needed a recompute."""
         self._note(self._poll(0.0))
@@ -143,11 +144,11 @@ class Scheduler:
             self._advance()
         if self.cache.outbox:
             actions, self.cache.outbox = self.cache.outbox, []
-            self.calls["apply"] += 1
+            self._count("apply")
             self._runtime.apply(actions)
-        if self._batches or self.cache.in_flight:
-            self._note(self._poll(timeout_s))
-        elif self._requests and not self._results:
+        waits = bool(self._batches or self.cache.in_flight)
+        self._note(self._poll(timeout_s if waits else 0.0))
+        if self._requests and not waits and not self._results:
             self._check_progress()
         results, self._results = self._results, []
         return results
@@ -281,8 +282,11 @@ class Scheduler:
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
+    def _count(self, call: str) -> None:
+        self.calls[call if self._requests else "drain"] += 1
+
     def _poll(self, timeout_s: float) -> list[Event]:
-        self.calls["poll"] += 1
+        self._count("poll")
         return self._runtime.poll(timeout_s, self._wake())
 
     def _note(self, events: list[Event]) -> None:
@@ -374,16 +378,13 @@ class Scheduler:
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
     def _check_progress(self) -> None:
-        """Nothing was sent and nothing is under way: then something must have become possible."""
-        if self._ready or self._batches or self.cache.outbox or self.cache.in_flight:
+        """Requests are open and nothing is under way: then something can be sent now."""
+        if self._ready or self._release or self.cache.outbox or not self._queue:
             return
-        if all(r.state is RequestState.WAITING for r in self._queue) and self._queue:
-            verdicts = [self.admission.try_admit(r) for r in list(self._queue)[:1]]
-            if verdicts[0] is Verdict.ADMITTED:
-                request = self._queue.popleft()
-                self._stage(request)
-                return
-            raise IntegrityError(f"no progress: {verdicts[0].value}; {self.describe()}")
+        verdict = self.admission.try_admit(self._queue[0])
+        if verdict is not Verdict.ADMITTED:
+            raise IntegrityError(f"no progress: {verdict.value}; {self.describe()}")
+        self._stage(self._queue.popleft())
 
     def describe(self) -> str:
         """One line for error messages."""
