@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from kvstrata.boundary import BackedUp, Backup
@@ -22,16 +23,17 @@ class BackupToL2(Move):
     """Gather device pages into host pages that stay, as control's."""
 
     def __init__(self, core: RuntimeCore, copies: Copies, action: Backup, source: PageSet) -> None:
-        super().__init__(core, copies, action.action_id)
+        super().__init__(core, copies, action.action_id, action.deadline_s)
         self.source, self.count = source, page_set_count(source)
         for name, pages in source.items():
             core.tables[name].begin_backup(pages)
-        self.request = SlotRequest(SlotKind.WRITE, self.count, self._granted, self._refused)
+        self.request = SlotRequest(
+            SlotKind.WRITE, self.count, self._granted, self._refused, end_s=self.end_s
+        )
         core.staging.request(self.request)
 
     def cancel(self) -> None:
-        self.request.cancelled = True
-        self.core.staging.pump()
+        self.core.staging.cancel(self.request)
 
     def _granted(self, slots: Slots) -> None:
         for name, pages in slots.items():
@@ -67,20 +69,37 @@ class StoreQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[BackupToL3] = deque()
+        self._told: BackupToL3 | None = None
+        """The first one, when it knows that it is its turn."""
+        self._telling = False
 
     def join(self, move: BackupToL3) -> None:
         self._waiting.append(move)
-        if len(self._waiting) == 1:
-            move.ask()
+        self._tell()
 
     def leave(self, move: BackupToL3) -> None:
         """`move` will not ask again. Idempotent."""
-        if move not in self._waiting:
+        if move in self._waiting:
+            self._waiting.remove(move)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let the first one ask. A loop: one that leaves at once does not nest the next."""
+        if self._telling:
             return
-        was_first = self._waiting[0] is move
-        self._waiting.remove(move)
-        if was_first and self._waiting:
-            self._waiting[0].ask()
+        self._telling = True
+        try:
+            while self._waiting and self._waiting[0] is not self._told:
+                self._told = self._waiting[0]
+                self._told.ask()
+        finally:
+            self._telling = False
+
+    def expire(self, now_s: float) -> float:
+        """End those that waited for their turn until their deadline; returns the next one."""
+        for move in [m for m in self._waiting if m is not self._told and m.end_s <= now_s]:
+            move.give_up("timeout")
+        return min((m.end_s for m in self._waiting if m is not self._told), default=math.inf)
 
 
 class BackupToL3(Move):
@@ -100,17 +119,12 @@ class BackupToL3(Move):
         *,
         queue: StoreQueue,
     ) -> None:
-        super().__init__(core, copies, action.action_id)
+        super().__init__(core, copies, action.action_id, action.deadline_s)
         self.queue = queue
-        self.keys, self.deadline_s, self.tier, self.source = (
-            action.keys,
-            action.deadline_s,
-            tier,
-            source,
-        )
-        window = core.staging.write_window
-        self.chunks = chunks_of(page_set_count(source), max(1, min(CHUNK_PAGES, window // 2)))
-        self.stored: list[int] = [-1] * len(self.chunks)
+        self.keys, self.tier, self.source = action.keys, tier, source
+        most = max(1, min(CHUNK_PAGES, core.staging.write_window // 2))
+        self.chunks = chunks_of(page_set_count(source), most)
+        self.stored: list[int] = [0] * len(self.chunks)
         self.cause = ""
         self.next = 0
         self.running = 0
@@ -120,17 +134,23 @@ class BackupToL3(Move):
         queue.join(self)
 
     def cancel(self) -> None:
-        super().cancel()
         if self.request is not None:
-            self.request.cancelled = True
-            self.core.staging.pump()
+            self.core.staging.cancel(self.request)
+        else:
+            self.give_up("cancelled")
+
+    def give_up(self, cause: str) -> None:
+        """Ask for no further chunk; ends when those under way have ended."""
+        self.cause = self.cause or cause
+        self.queue.leave(self)
+        self._finish_if_idle()
 
     def _table(self, name: str) -> PageTable:
         return self.core.table(self.tier, name)
 
     def ask(self) -> None:
-        """Queue for the next chunk, or end when none is left."""
-        if self.cause or self.cancelled or self.next == len(self.chunks):
+        """Queue for the next chunk, or leave the queue when there is none."""
+        if self.cause or self.next == len(self.chunks):
             self.queue.leave(self)
             self._finish_if_idle()
             return
@@ -151,9 +171,7 @@ class BackupToL3(Move):
             self.request = None
             self.running -= 1
             self.next = index
-            self.cause = cause
-            self.queue.leave(self)
-            self._finish_if_idle()
+            self.give_up(cause)
 
         self.request = SlotRequest(
             SlotKind.WRITE,
@@ -162,6 +180,7 @@ class BackupToL3(Move):
             refused,
             backend=self.core.backend_name,
             pages_needed=self.tier is Tier.L1,
+            end_s=self.end_s,
         )
         self.core.staging.request(self.request)
 
@@ -173,16 +192,14 @@ class BackupToL3(Move):
 
         def copied(error: str) -> None:
             self._end_source(part)
-            if error:
-                self.running -= 1
-                self.stored[index], self.cause = 0, error
-                self.core.staging.end_lend(self.core.backend_name, stop - start)
-                self.core.staging.give_back(slots)
-                self.queue.leave(self)
-                self._finish_if_idle()
+            if not error:
+                self._store(index, slots)
+                self.ask()  # the D2H of the next chunk overlaps this store
                 return
-            self._store(index, slots)
-            self.ask()  # the D2H of the next chunk overlaps this store
+            self.running -= 1
+            self.core.staging.end_lend(self.core.backend_name, stop - start)
+            self.core.staging.give_back(slots)
+            self.give_up(error)
 
         self.copies.d2h(part, slots, copied)
 
@@ -215,7 +232,7 @@ class BackupToL3(Move):
             self.core,
             self.keys.slice(start, stop),
             pages,
-            self.deadline_s,
+            self.remaining_s(),
             load=False,
             done=done,
             released=released,
@@ -229,19 +246,18 @@ class BackupToL3(Move):
         self.core.settle_frees()
 
     def _finish_if_idle(self) -> None:
-        if self.running or self.ended:
+        if self.running or self.ended or (self.next < len(self.chunks) and not self.cause):
             return
-        if not (self.cause or self.cancelled) and self.next < len(self.chunks):
-            return
-        rest = self.chunks[self.next][0] if self.next < len(self.chunks) else None
-        if rest is not None:
+        if self.next < len(self.chunks):
+            rest = self.chunks[self.next][0]
+            self.next = len(self.chunks)
             self._end_source(part_of(self.source, rest, page_set_count(self.source)))
         n = 0
         for (start, stop), stored in zip(self.chunks, self.stored, strict=True):
-            n += max(stored, 0)
+            n += stored
             if stored < stop - start:
                 break
-        cause = self.cause or ("cancelled" if rest is not None else "")
+        cause = "" if n == self.keys.page_count else self.cause
         self.end(BackedUp(action_id=self.action_id, n=n, cause=cause))
 
 

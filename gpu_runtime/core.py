@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from kvstrata.backends import HealthState, ObjectId, StorageWorker
+from kvstrata.backends import StorageWorker
 from kvstrata.boundary import (
     ActionFailed,
     Event,
-    Evicted,
     Freed,
     PathCost,
     PoolCapacity,
-    RuntimeEvent,
     StatusReport,
-    TierDegraded,
     Wake,
 )
-from kvstrata.errors import IntegrityError, PlanError, StaleHandleError
+from kvstrata.errors import ConfigError, IntegrityError, StaleHandleError, Where
 from kvstrata.gpu_runtime.base import Device
+from kvstrata.gpu_runtime.events import EventQueue, OpenActions
 from kvstrata.gpu_runtime.pools import ComponentPool, ComponentSpec
+from kvstrata.gpu_runtime.storage_events import StorageEvents
 from kvstrata.gpu_runtime.timeline import Timeline
 from kvstrata.handles import Extents, StagingMode, Tier, by_pool
 from kvstrata.staging import Pages, PageTable, PinnedHostBufferPool, StagingSettings
 from kvstrata.staging.pages import stamps
-from kvstrata.tiers.namespace import component_fingerprint
 
-MAX_NAMESPACES = 4096
-"""Namespaces whose evictions are reported to control; more is a matter of hints lost."""
+logger = logging.getLogger(__name__)
+
+MAX_NAP_S = 1.0
+"""A poll that waits looks this often whether a deadline has passed or storage has changed."""
 
 PageSet = dict[str, Pages]
 """Pages by component, the same number in each, in the order of the prefix."""
@@ -54,6 +56,15 @@ class RuntimeSettings:
     max_context_tokens: int
     staging: StagingSettings
     mode: StagingMode = StagingMode.CACHE
+
+    def __post_init__(self) -> None:
+        for key in ("pages", "page_tokens", "max_requests", "max_context_tokens"):
+            if getattr(self, key) < 1:
+                raise ConfigError(
+                    f"{key} is {getattr(self, key)}",
+                    where=Where(key=f"pools.{key}"),
+                    remedy="it must be at least 1",
+                )
 
 
 @dataclass(eq=False, slots=True)
@@ -82,19 +93,23 @@ class RuntimeCore:
     ) -> None:
         self.settings, self.device, self.timeline, self.worker = settings, device, timeline, worker
         self.runtime_id = runtime_id
+        self.backend_name = worker.name if worker else ""
         self.lock = threading.RLock()
+        self.events = EventQueue()
+        self.actions = OpenActions(self.events)
+        self.closed = False
+        self.fault: BaseException | None = None
+        """What a callback raised: a bug. Every later call of control raises it."""
+        self.on_device_pages: Callable[[], None] = _nothing
+        """Called when device pages became free."""
+        self.expiries: list[Callable[[float], float]] = []
+        """Called by `poll` with the time: end what has waited too long, return the next time."""
+        self._frees: list[_PendingFree] = []
+        self.prefill_tokens = 0
+        self.prefill_s = 0.0
+
         source = stamp_source or stamps()
-        self.stamp_source = source
-
-        def order(n: int) -> Pages | None:
-            return page_order(n) if page_order else None
-
-        self.pools = {
-            spec.name: ComponentPool(
-                spec, settings.pages, settings.page_tokens, device.torch_device
-            )
-            for spec in settings.components
-        }
+        self.pools = _make_pools(settings, device)
         self.tables = {
             name: PageTable(
                 runtime_id,
@@ -102,7 +117,7 @@ class RuntimeCore:
                 name,
                 settings.pages,
                 stamp_source=source,
-                order=order(settings.pages),
+                order=page_order(settings.pages) if page_order else None,
             )
             for name in self.pools
         }
@@ -111,71 +126,45 @@ class RuntimeCore:
             {name: pool.page_bytes for name, pool in self.pools.items()},
             settings.staging,
             stamp_source=source,
+            order=page_order,
         )
-        self.backend_name = worker.name if worker else ""
-        self._namespaces: dict[bytes, dict[str, bytes]] = {}
-        self._base_namespaces: dict[bytes, bytes] = {}
-        self._health = HealthState.OK
-        if worker is not None:
-            worker.on_evicted = self._evicted
-        self.closed = False
-        self.on_device_pages: Callable[[], None] = _nothing
-        self._events: deque[RuntimeEvent] = deque()
-        self._wake = threading.Condition()
-        self._waiting_for: tuple[type[RuntimeEvent], ...] = (RuntimeEvent,)
-        self._nudged = False
-        self._open_actions: set[int] = set()
-        self._frees: list[_PendingFree] = []
-        self.prefill_tokens = 0
-        self.prefill_s = 0.0
+        self.expiries.append(self.staging.expire)
+        self.storage = StorageEvents(self.events, worker, tuple(self.pools))
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
-    def emit(self, event: RuntimeEvent) -> None:
-        """Queue an event for `poll`. Any thread."""
-        with self._wake:
-            self._events.append(event)
-            if isinstance(event, self._waiting_for):
-                self._wake.notify()
+    @contextmanager
+    def callback(self) -> Iterator[None]:
+        """The lock, for a callback of a device or a worker.
 
-    def nudge(self) -> None:
-        """End the wait of `poll`: staging lacks pages that only control can free."""
-        with self._wake:
-            self._nudged = True
-            self._wake.notify()
+        What it raises would end a thread of theirs, and control would wait for an event that never
+        comes; so control's next call raises it.
+        """
+        with self.lock:
+            try:
+                yield
+            except BaseException as exc:
+                logger.exception("a callback of the runtime raised")
+                self.fault = self.fault or exc
+                self.events.nudge()
 
-    def open_action(self, action_id: int) -> None:
-        if action_id in self._open_actions:
-            raise PlanError(f"action id {action_id} is in use")
-        self._open_actions.add(action_id)
-
-    def end_action(self, action_id: int, event: RuntimeEvent) -> None:
-        """Emit the terminal event of an action. Exactly once a started action."""
-        if action_id not in self._open_actions:
-            raise IntegrityError(f"second terminal event of action {action_id}: {event}")
-        self._open_actions.remove(action_id)
-        self.emit(event)
-
-    def is_open(self, action_id: int) -> bool:
-        return action_id in self._open_actions
-
-    def fail_open_actions(self, cause: str) -> None:
-        for action_id in sorted(self._open_actions):
-            self.end_action(action_id, ActionFailed(action_id=action_id, cause=cause))
+    def check_fault(self) -> None:
+        if self.fault is not None:
+            raise IntegrityError(f"the runtime is broken: {self.fault}") from self.fault
 
     def take_events(self, timeout_s: float, wake: Wake) -> list[Event]:
         """What `poll` returns; one caller at a time."""
-        kinds = wake.kinds
-        self._note_health()
-        with self._wake:
-            self._waiting_for = kinds
-            self._wake.wait_for(
-                lambda: self._nudged or any(isinstance(event, kinds) for event in self._events),
-                timeout_s,
-            )
-            self._nudged = False
-            events: list[Event] = list(self._events)  # type: ignore[arg-type]
-            self._events.clear()
+        end_s = self.now() + timeout_s
+        while True:
+            self.storage.note_health()
+            now_s = self.now()
+            with self.lock:
+                alarm_s = min(expire(now_s) for expire in self.expiries)
+            nap_s = min(end_s - now_s, alarm_s - now_s, MAX_NAP_S)
+            if self.events.wait(wake, nap_s) or self.now() >= end_s:
+                break
+        self.check_fault()
+        events = cast(list[Event], self.events.take())
         with self.lock:
             events.append(self._status())
         return events
@@ -202,46 +191,6 @@ class RuntimeCore:
         return StatusReport(
             capacity=tuple(capacity), costs=tuple(costs), prefill_tokens_per_s=speed
         )
-
-    # ── storage ──────────────────────────────────────────────────────────────────────────────────
-
-    def component_namespace(self, namespace: bytes, component: str) -> bytes:
-        """The namespace in which the frames of a component lie; remembered for `Evicted`."""
-        known = self._namespaces.get(namespace)
-        if known is None:
-            if len(self._namespaces) >= MAX_NAMESPACES:  # the one used first is forgotten
-                for old in self._namespaces.pop(next(iter(self._namespaces))).values():
-                    del self._base_namespaces[old]
-            known = {name: component_fingerprint(namespace, name) for name in self.pools}
-            self._namespaces[namespace] = known
-            self._base_namespaces.update(dict.fromkeys(known.values(), namespace))
-        return known[component]
-
-    def _evicted(self, objects: Sequence[ObjectId]) -> None:
-        """The backend evicted frames; a page that lost one component is lost. Any thread."""
-        keys: dict[bytes, dict[bytes, None]] = {}
-        with self.lock:
-            for obj in objects:
-                base = self._base_namespaces.get(obj.namespace)
-                if base is not None:  # else of another server on the same root
-                    keys.setdefault(base, {})[obj.key] = None
-        for base, found in keys.items():
-            self.emit(Evicted(namespace=base, keys=b"".join(found)))
-
-    def _note_health(self) -> None:
-        """Emit TierDegraded when the worker's condition has changed."""
-        if self.worker is None:
-            return
-        health = self.worker.condition()
-        if health.state is not self._health:
-            self._health = health.state
-            event = TierDegraded(
-                tier=Tier.L3,
-                backend=self.backend_name,
-                health=health.state.value,
-                message=health.message,
-            )
-            self.emit(event)
 
     # ── extents ──────────────────────────────────────────────────────────────────────────────────
 
@@ -286,13 +235,11 @@ class RuntimeCore:
 
     def free(self, action_id: int, extents: Extents) -> None:
         """Take control's claim off `extents`; `Freed` follows when the last page is free."""
-        self.open_action(action_id)
         try:
             tier, pages = self.resolve(extents)
         except StaleHandleError as exc:
-            self.end_action(
-                action_id, ActionFailed(action_id=action_id, cause="stale", message=str(exc))
-            )
+            event = ActionFailed(action_id=action_id, cause="stale", message=str(exc))
+            self.actions.end(action_id, event)
             return
         waits = []
         for name, p in pages.items():
@@ -317,20 +264,42 @@ class RuntimeCore:
             if pending.waits:
                 still.append(pending)
             else:
-                self.end_action(pending.action_id, Freed(action_id=pending.action_id))
+                self.actions.end(pending.action_id, Freed(action_id=pending.action_id))
         self._frees = still
 
+    def end_actions(self, cause: str) -> None:
+        """At shutdown: every action that is still open fails."""
+        self._frees.clear()
+        self.actions.fail_all(cause)
+
     def check_integrity(self) -> None:
+        self.check_fault()
         with self.lock:
             for table in self.tables.values():
                 table.check_integrity()
             self.staging.check_integrity()
             for pending in self._frees:
-                if not self.is_open(pending.action_id):
+                if pending.action_id not in self.actions:
                     raise IntegrityError(f"free {pending.action_id} waits without being open")
+                if all(table.is_free(p, generation) for table, p, generation in pending.waits):
+                    raise IntegrityError(f"free {pending.action_id} has ended without its event")
 
     def now(self) -> float:
         return time.monotonic()
+
+
+def _make_pools(settings: RuntimeSettings, device: Device) -> dict[str, ComponentPool]:
+    names = [spec.name for spec in settings.components]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(
+            f"component pools {names}",
+            where=Where(key="pools.components"),
+            remedy="name at least one, and each only once",
+        )
+    return {
+        spec.name: ComponentPool(spec, settings.pages, settings.page_tokens, device.torch_device)
+        for spec in settings.components
+    }
 
 
 def _nothing() -> None:

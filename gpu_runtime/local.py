@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 from kvstrata.backends import StorageWorker, WorkerStats
 from kvstrata.boundary import (
     Action,
-    Backup,
     BatchPlan,
     BatchTicket,
     Event,
-    Free,
     PreparedBatchHandle,
     Wake,
 )
@@ -26,12 +26,17 @@ from kvstrata.gpu_runtime.timeline import PathTotals, Timeline
 from kvstrata.handles import RequestRuntimeHandle
 from kvstrata.staging import Pages
 
+logger = logging.getLogger(__name__)
+
+START_FAILED_CLOSE_S = 5.0
+
 
 class LocalGPURuntime:
     """`RuntimeInterface` on a device of this process (see there for the contract).
 
     Owns the device, the pools and staging; takes over `worker`, which it starts and closes.
-    `stamp_source` and `page_order` let a test hand out hostile ids.
+    `stamp_source` and `page_order` let a test hand out hostile ids. Raises ConfigError for sizes
+    that cannot work and what the worker's backend raises; nothing is left running then.
     """
 
     def __init__(
@@ -45,26 +50,32 @@ class LocalGPURuntime:
         stamp_source: Iterator[int] | None = None,
         page_order: Callable[[int], Pages] | None = None,
     ) -> None:
-        if worker is not None:
-            worker.start()
         self._timeline = Timeline()
         self._device = device or CpuDevice(self._timeline)
-        self._core = RuntimeCore(
-            settings,
-            self._device,
-            self._timeline,
-            worker,
-            runtime_id=runtime_id,
-            stamp_source=stamp_source,
-            page_order=page_order,
-        )
-        self._moves = Moves(self._core)
-        self._batches = BatchEngine(self._core, self._moves.copies, runner)
+        with ExitStack() as undo:
+            undo.callback(self._device.close, START_FAILED_CLOSE_S)
+            self._core = RuntimeCore(
+                settings,
+                self._device,
+                self._timeline,
+                worker,
+                runtime_id=runtime_id,
+                stamp_source=stamp_source,
+                page_order=page_order,
+            )
+            undo.callback(self._core.staging.close)
+            self._moves = Moves(self._core)
+            self._batches = BatchEngine(self._core, self._moves.copies, runner)
+            if worker is not None:
+                worker.start()
+            undo.pop_all()
 
     def prepare_batch(self, plan: BatchPlan) -> PreparedBatchHandle:
+        actions = (*plan.frees, *plan.actions)
         with self._core.lock:
             self._check_open()
-            return self._batches.prepare(plan, lambda: self._apply((*plan.frees, *plan.actions)))
+            self._moves.check(actions)
+            return self._batches.prepare(plan, lambda: self._moves.start(actions))
 
     def execute_batch(self, batch: PreparedBatchHandle) -> BatchTicket:
         with self._core.lock:
@@ -74,13 +85,8 @@ class LocalGPURuntime:
     def apply(self, actions: Sequence[Action]) -> None:
         with self._core.lock:
             self._check_open()
-            self._apply(actions)
-
-    def _apply(self, actions: Sequence[Action]) -> None:
-        """Backups hold their source before a free of the same message takes it away, and frees
-        make room before what follows asks for it."""
-        for action in sorted(actions, key=_turn):
-            self._moves.start(action)
+            self._moves.check(actions)
+            self._moves.start(actions)
 
     def cancel(self, what: RequestRuntimeHandle | int) -> None:
         with self._core.lock:
@@ -93,23 +99,26 @@ class LocalGPURuntime:
         return self._core.take_events(timeout_s, wake)
 
     def close(self, deadline_s: float) -> None:
-        """Idempotent. Storage jobs that are stuck are left behind as daemon threads."""
+        """Idempotent. Storage jobs and device work that are stuck are left behind, on daemon
+        threads; the page tables are not used again."""
         end = time.monotonic() + deadline_s
         with self._core.lock:
             if self._core.closed:
                 return
             self._core.closed = True
-            for row in self._batches.rows.all():
-                row.aborted = True
+            self._batches.abort_all()
+            self._moves.stop("closed")
         if self._core.worker is not None:
             self._core.worker.close(max(0.0, deadline_s / 2))
-        self._device.close(max(0.0, end - time.monotonic()))
+        if not self._device.close(max(0.0, end - time.monotonic())):
+            logger.error("device work was still running after %s s", deadline_s)
         with self._core.lock:
             self._core.staging.close()
             self._batches.end_all()
-            self._core.fail_open_actions("closed")
+            self._core.end_actions("closed")
 
     def _check_open(self) -> None:
+        self._core.check_fault()
         if self._core.closed:
             raise ClosedError("the runtime is closed")
 
@@ -141,7 +150,3 @@ class LocalGPURuntime:
             self._batches.rows.check_integrity()
         if self._core.worker is not None:
             self._core.worker.check_integrity()
-
-
-def _turn(action: Action) -> int:
-    return 0 if isinstance(action, Backup) else 1 if isinstance(action, Free) else 2

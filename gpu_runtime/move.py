@@ -9,12 +9,21 @@ from kvstrata.gpu_runtime.transfers import Copies
 
 
 class Move:
-    """Base of one action's work. All methods run under the runtime's lock."""
+    """Base of one action's work. All methods run under the runtime's lock.
 
-    def __init__(self, core: RuntimeCore, copies: Copies, action_id: int) -> None:
+    `deadline_s` counts from now: waiting for pages is a part of it.
+    """
+
+    def __init__(
+        self, core: RuntimeCore, copies: Copies, action_id: int, deadline_s: float = 0.0
+    ) -> None:
         self.core, self.copies, self.action_id = core, copies, action_id
+        self.end_s = core.now() + deadline_s
         self.cancelled = False
         self.ended = False
+
+    def remaining_s(self) -> float:
+        return max(0.0, self.end_s - self.core.now())
 
     def cancel(self) -> None:
         """Stop before the next step. What is under way ends normally."""
@@ -24,5 +33,5 @@ class Move:
         if self.ended:
             raise IntegrityError(f"action {self.action_id} ended twice")
         self.ended = True
-        if self.core.is_open(self.action_id):  # close() may have ended it
-            self.core.end_action(self.action_id, event)
+        if self.action_id in self.core.actions:  # close() may have ended it
+            self.core.actions.end(self.action_id, event)

@@ -59,18 +59,19 @@ class ComponentPool:
     def __init__(
         self, spec: ComponentSpec, pages: int, page_tokens: int, device: torch.device
     ) -> None:
-        if spec.kind != "full":
-            raise ConfigError(
-                f"component kind {spec.kind!r} is not available",
-                where=Where(key="pools.components.kind"),
-                remedy='this version has kind = "full" (full attention)',
-            )
+        _check(spec)
         self.spec, self.pages, self.page_tokens = spec, pages, page_tokens
         self.page_bytes = spec.page_bytes(page_tokens)
         self.plane_bytes = spec.token_bytes * page_tokens
-        self.data = torch.zeros(
-            (spec.planes, pages, self.plane_bytes), dtype=torch.uint8, device=device
-        )
+        shape = (spec.planes, pages, self.plane_bytes)
+        try:
+            self.data = torch.zeros(shape, dtype=torch.uint8, device=device)
+        except RuntimeError as exc:  # what torch raises when memory is short
+            raise ConfigError(
+                f"{pages} pages of {self.page_bytes} bytes for {spec.name!r}: {exc}",
+                where=Where(key="pools.pages"),
+                remedy="make pools.pages smaller",
+            ) from exc
         word = 8 if self.plane_bytes % 8 == 0 else 1
         self._word = torch.int64 if word == 8 else torch.uint8
         self._words = self.data.view(self._word)
@@ -112,6 +113,25 @@ class ComponentPool:
         raw = torch.from_numpy(host)[:, : self.page_bytes]
         words = raw.view(self._word)
         return words.view(len(host), self.spec.planes, -1)
+
+
+def _check(spec: ComponentSpec) -> None:
+    """Raise ConfigError for a component that no pool can hold."""
+    choices = {"kind": ("full",), "dtype": tuple(DTYPES), "layout": ("NHD", "HND")}
+    for key, known in choices.items():
+        value = getattr(spec, key)
+        if value not in known:
+            raise ConfigError(
+                f"component {spec.name!r}: {key} {value!r} is not available in this version",
+                where=Where(key=f"pools.components.{key}"),
+                remedy=f"use {' or '.join(known)}",
+            )
+    if min(spec.layers, spec.kv_heads, spec.head_dim) < 1:
+        raise ConfigError(
+            f"component {spec.name!r} is empty: {spec}",
+            where=Where(key="pools.components"),
+            remedy="give layers, kv_heads and head_dim of at least 1",
+        )
 
 
 def _index(slots: npt.NDArray[np.int64]) -> torch.Tensor | slice:

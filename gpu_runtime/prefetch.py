@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from kvstrata.boundary import Prefetch, PrefetchReady
-from kvstrata.errors import CapacityError
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
 from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.transfers import (
@@ -15,7 +13,6 @@ from kvstrata.gpu_runtime.transfers import (
     Copies,
     chunks_of,
     part_of,
-    reserve_all,
     settle_l1,
 )
 from kvstrata.handles import Extents, Tier
@@ -31,6 +28,8 @@ class _Chunk:
     stop: int
     valid: int = -1
     """Leading pages that are good; -1 while unknown."""
+    cause: str = ""
+    """Why the page after them is not."""
     released: bool = False
     """Whether the backend is done with the host pages."""
 
@@ -41,14 +40,11 @@ class _Chunk:
 
 class _Load(Move):
     def __init__(self, core: RuntimeCore, copies: Copies, action: Prefetch, most: int) -> None:
-        super().__init__(core, copies, action.action_id)
+        super().__init__(core, copies, action.action_id, action.deadline_s)
         self.keys = action.keys
-        self.end_s = core.now() + action.deadline_s
         self.chunks = [_Chunk(a, b) for a, b in chunks_of(self.keys.page_count, most)]
         self.cause = ""
-
-    def remaining_s(self) -> float:
-        return max(0.0, self.end_s - self.core.now())
+        """Why no further chunk is asked for."""
 
     def n_valid(self) -> int:
         n = 0
@@ -59,7 +55,10 @@ class _Load(Move):
         return n
 
     def end_with(self, n: int, extents: Extents) -> None:
-        cause = "" if n == self.keys.page_count else self.cause or "cancelled"
+        cause = ""
+        if n < self.keys.page_count:
+            short = next(c for c in self.chunks if c.valid < c.count)
+            cause = short.cause or self.cause or "cancelled"
         self.end(PrefetchReady(action_id=self.action_id, n_valid=n, extents=extents, cause=cause))
 
 
@@ -75,13 +74,13 @@ class PrefetchToL2(_Load):
             self._granted,
             self._refused,
             backend=core.backend_name,
+            end_s=self.end_s,
         )
         core.staging.request(self.request)
 
     def cancel(self) -> None:
         super().cancel()
-        self.request.cancelled = True
-        self.core.staging.pump()
+        self.core.staging.cancel(self.request)
 
     def _refused(self, cause: str) -> None:
         self.cause = cause
@@ -96,9 +95,7 @@ class PrefetchToL2(_Load):
 
     def _load(self, chunk: _Chunk) -> None:
         def done(n: int, cause: str) -> None:
-            chunk.valid = n
-            if n < chunk.count:
-                self.cause = self.cause or cause
+            chunk.valid, chunk.cause = n, cause
             if all(c.valid >= 0 for c in self.chunks):
                 self._settle()
 
@@ -151,6 +148,13 @@ class PrefetchToL1(_Load):
         self.target: PageSet = {}
         self.next = 0
         self.running = 0
+        self._requests: list[SlotRequest] = []
+        """Those that wait for host pages."""
+
+    def cancel(self) -> None:
+        super().cancel()
+        for request in list(self._requests):
+            self.core.staging.cancel(request)
 
     def start(self, target: PageSet) -> None:
         """Go, with the device pages that it fills."""
@@ -159,8 +163,9 @@ class PrefetchToL1(_Load):
             self.core.tables[name].begin_load(pages)
         self._advance()
 
-    def give_up(self) -> None:
+    def give_up(self, cause: str) -> None:
         """It got no device pages."""
+        self.cause = cause
         self.end_with(0, ())
 
     def _advance(self) -> None:
@@ -177,19 +182,24 @@ class PrefetchToL1(_Load):
             self.end_with(n, settle_l1(self.core, self.target, n))
 
     def _ask(self, chunk: _Chunk) -> None:
-        def refused(cause: str) -> None:
-            self.cause = self.cause or cause
-            self._chunk_done(chunk, 0)
+        def granted(slots: Slots) -> None:
+            self._requests.remove(request)
+            self._load(chunk, slots)
 
-        self.core.staging.request(
-            SlotRequest(
-                SlotKind.LOAD,
-                chunk.count,
-                lambda slots: self._load(chunk, slots),
-                refused,
-                backend=self.core.backend_name,
-            )
+        def refused(cause: str) -> None:
+            self._requests.remove(request)
+            self._chunk_done(chunk, 0, cause)
+
+        request = SlotRequest(
+            SlotKind.LOAD,
+            chunk.count,
+            granted,
+            refused,
+            backend=self.core.backend_name,
+            end_s=self.end_s,
         )
+        self._requests.append(request)
+        self.core.staging.request(request)
 
     def _load(self, chunk: _Chunk, slots: Slots) -> None:
         copying = [True]
@@ -200,23 +210,20 @@ class PrefetchToL1(_Load):
             if chunk.released and not copying[0]:
                 self.core.staging.give_back(slots)
 
-        def copied(n: int, error: str) -> None:
+        def copied(n: int, cause: str) -> None:
             copying[0] = False
-            if error:
-                self.cause, n = self.cause or error, 0
             give_back()
-            self._chunk_done(chunk, n)
+            self._chunk_done(chunk, n, cause)
 
         def done(n: int, cause: str) -> None:
-            if n < chunk.count:
-                self.cause = self.cause or cause
             if not chunk.released:
                 _quarantine(self.core, part_of(slots, n, chunk.count))
             if n == 0:
-                copied(0, "")
+                copied(0, cause)
                 return
             target = part_of(self.target, chunk.start, chunk.start + n)
-            self.copies.h2d(part_of(slots, 0, n), target, lambda error: copied(n, error))
+            source = part_of(slots, 0, n)
+            self.copies.h2d(source, target, lambda e: copied(0 if e else n, e or cause))
 
         def released() -> None:
             chunk.released = True
@@ -228,8 +235,9 @@ class PrefetchToL1(_Load):
             self.core, keys, slots, self.remaining_s(), load=True, done=done, released=released
         )
 
-    def _chunk_done(self, chunk: _Chunk, n: int) -> None:
-        chunk.valid = n
+    def _chunk_done(self, chunk: _Chunk, n: int, cause: str) -> None:
+        chunk.valid, chunk.cause = n, cause
+        self.cause = self.cause or cause
         self.running -= 1
         self._advance()
 
@@ -237,42 +245,3 @@ class PrefetchToL1(_Load):
 def _quarantine(core: RuntimeCore, slots: Slots) -> None:
     for name, pages in slots.items():
         core.staging.tables[name].quarantine(pages)
-
-
-class DevicePageQueue:
-    """Prefetches to L1 that wait for pages that are being freed; first come, first served.
-
-    One that even those pages cannot satisfy ends at once, with cause "capacity": only control can
-    make room then. Under the runtime's lock.
-    """
-
-    def __init__(self, core: RuntimeCore, copies: Copies) -> None:
-        self._core, self._copies = core, copies
-        self._waiting: deque[PrefetchToL1] = deque()
-
-    def join(self, action: Prefetch) -> Move:
-        move = PrefetchToL1(self._core, self._copies, action)
-        self._waiting.append(move)
-        self.pump()
-        return move
-
-    def pump(self) -> None:
-        """Call it whenever device pages became free."""
-        while self._waiting:
-            move = self._waiting[0]
-            if not (move.cancelled or self._can_wait_for(move)):
-                move.cause = "capacity"
-            if move.cause or move.cancelled or move.remaining_s() <= 0:
-                self._waiting.popleft()
-                move.give_up()
-                continue
-            try:
-                target = reserve_all(self._core, move.keys.page_count)
-            except CapacityError:
-                return
-            self._waiting.popleft()
-            move.start(target)
-
-    def _can_wait_for(self, move: PrefetchToL1) -> bool:
-        need = move.keys.page_count
-        return all(need <= t.free + t.freeing for t in self._core.tables.values())

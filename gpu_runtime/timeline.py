@@ -20,8 +20,9 @@ class PathTotals:
 class Timeline:
     """Collects spans of work, by stream; any thread.
 
-    Overlap is summed as spans end, against a bounded history of the other side's spans, so a run
-    of any length costs constant memory.
+    Overlap is summed as transfers end, against a bounded history of compute spans, so a run of any
+    length costs constant memory. One compute stream; any number of transfer streams, and seconds
+    in which two of them ran count twice.
     """
 
     HISTORY = 512
@@ -33,7 +34,6 @@ class Timeline:
         self._open_compute: float | None = None
         self._compute_spans: deque[tuple[float, float]] = deque(maxlen=self.HISTORY)
         self._open_transfers: dict[str, float] = {}
-        self._transfer_spans: list[tuple[float, float]] = []
         self._transfer_s = 0.0
         self._hidden_s = 0.0
 
@@ -50,15 +50,12 @@ class Timeline:
                 start = self._open_compute if self._open_compute is not None else now_s
                 self._open_compute = None
                 self._compute_spans.append((start, now_s))
-                # transfers that ended while this compute was running
-                self._hidden_s += _overlap((start, now_s), reversed(self._transfer_spans))
-                self._transfer_spans = []
             else:
                 start = self._open_transfers.pop(stream, now_s)
                 self._transfer_s += now_s - start
                 self._hidden_s += _overlap((start, now_s), reversed(self._compute_spans))
-                if self._open_compute is not None:
-                    self._transfer_spans.append((start, now_s))
+                if self._open_compute is not None:  # it runs now, so it ends later
+                    self._hidden_s += max(0.0, now_s - max(start, self._open_compute))
             totals = self._totals.setdefault(stream, [0.0, 0.0, 0.0])
             totals[0] += nbytes
             totals[1] += now_s - start

@@ -59,7 +59,7 @@ class Copies:
         event = stream.record()
 
         def finish() -> None:
-            with core.lock:
+            with core.callback():
                 done("; ".join(errors))
 
         event.on_complete(finish)
@@ -67,7 +67,7 @@ class Copies:
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:
-    namespace = core.component_namespace(keys.namespace, component)
+    namespace = core.storage.component_namespace(keys.namespace, component)
     return [ObjectId(namespace, keys.key(i)) for i in range(keys.page_count)]
 
 
@@ -134,14 +134,14 @@ class ComponentJobs:
             submit(pages, deadline_s, self._on_done, self._on_released)
 
     def _on_done(self, result: JobResult) -> None:
-        with self._core.lock:
+        with self._core.callback():
             self._results.append(result)
             self._open_results -= 1
             if self._open_results == 0:
                 self._done(*self._summary())
 
     def _on_released(self) -> None:
-        with self._core.lock:
+        with self._core.callback():
             self._open_releases -= 1
             if self._open_releases == 0:
                 self._released()

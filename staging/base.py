@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstrata.staging.pages import Pages
 
@@ -34,7 +35,8 @@ class SlotRequest:
 
     `grant(slots)` is called once, under the runtime's lock, when `count` pages of every component
     are there (all or none); with `pages_needed` False only the backend's share is taken and
-    `slots` is empty. `refuse(cause)` is called instead when the request cannot be met at all.
+    `slots` is empty. `refuse(cause)` is called instead when the request cannot be met: "capacity"
+    (never), "timeout" (not before `end_s` on the runtime's clock), "cancelled" or "closed".
     """
 
     kind: SlotKind
@@ -43,4 +45,4 @@ class SlotRequest:
     refuse: Callable[[str], None]
     backend: str | None = None
     pages_needed: bool = True
-    cancelled: bool = field(default=False)
+    end_s: float = math.inf

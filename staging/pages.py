@@ -82,9 +82,15 @@ class PageTable:
 
     @property
     def freeing(self) -> int:
-        """Pages that become free by themselves, when transfers end."""
-        state = self._state
-        return int(np.count_nonzero(state >= PageState.FREEING))
+        """Pages that become free by themselves, when transfers end.
+
+        Not those that a request's row still uses: they wait for control, so control must not wait
+        for them.
+        """
+        freeing = self._state >= PageState.FREEING
+        if self.tier is Tier.L1:
+            freeing &= self._holds == self._backups
+        return int(np.count_nonzero(freeing))
 
     def reserve(self, count: int) -> Pages:
         """Take `count` pages, all or none: RESERVED, one hold each, one new stamp for all."""
@@ -174,14 +180,23 @@ class PageTable:
 
     def pages_of(self, extent: CacheExtentRef) -> Pages:
         """The pages of an extent that control holds. Raises StaleHandleError for any other."""
-        pages = pages_of_runs(extent.page_runs)
-        known = extent.runtime_id == self.runtime_id and extent.tier == self.tier and len(pages) > 0
-        known = known and int(pages.min()) >= 0 and int(pages.max()) < self.total
-        if not known or len(np.unique(pages)) != len(pages):
+        mine = (self.runtime_id, self.tier, self.pool)
+        # Checked before the runs are expanded: a broken peer must not make us allocate.
+        if (extent.runtime_id, extent.tier, extent.pool) != mine or not self._has(extent.page_runs):
             raise StaleHandleError(f"{self}: not an extent of this pool: {extent}")
+        pages = pages_of_runs(extent.page_runs)
+        if len(extent.page_runs) > 1 and len(np.unique(pages)) != len(pages):
+            raise StaleHandleError(f"{self}: names a page twice: {extent}")
         if not (self._claimed[pages] & (self._stamp[pages] == extent.generation)).all():
             raise StaleHandleError(f"{self}: stale extent, freed or used again: {extent}")
         return pages
+
+    def _has(self, runs: tuple[PageRun, ...]) -> bool:
+        """Whether there are runs, and all of them lie in this pool."""
+        inside = all(
+            0 <= run.first_page < run.first_page + run.page_count <= self.total for run in runs
+        )
+        return inside and 0 < sum(run.page_count for run in runs) <= self.total
 
     def readable(self, pages: Pages) -> bool:
         return bool(np.isin(self._state[pages], _READABLE).all())
@@ -226,23 +241,24 @@ class PageTable:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when any invariant of the table is broken."""
+        state, holds, backups, claimed = self._state, self._holds, self._backups, self._claimed
         free_pages = self._free_stack[: self._free]
-        is_free = self._state == PageState.FREE
-        idle = (self._holds == 0) & ~self._claimed
+        is_free = state == PageState.FREE
+        idle = (holds == 0) & ~claimed
+        readable = np.isin(state, _READABLE)
         checks = {
             "free list repeats a page": len(np.unique(free_pages)) == self._free,
             "free list and states differ": bool(is_free[free_pages].all())
             and int(is_free.sum()) == self._free,
             "FREE and idle differ": bool((is_free == idle).all()),
-            "a FREE page has a stamp": bool((self._stamp[is_free] == 0).all()),
-            "negative holds": bool((self._holds >= 0).all() and (self._backups >= 0).all()),
-            "more backups than holds": bool((self._backups <= self._holds).all()),
-            "BACKING_UP without a backup": bool(
-                (self._backups[self._state == PageState.BACKING_UP] > 0).all()
+            "a FREE page has a stamp": bool(((self._stamp == 0) == is_free).all()),
+            "negative holds": bool((holds >= 0).all() and (backups >= 0).all()),
+            "more backups than holds": bool((backups <= holds).all()),
+            "BACKING_UP and backups differ": bool(
+                ((state == PageState.BACKING_UP) == (backups > 0))[readable].all()
             ),
-            "claimed page that is not readable": bool(
-                np.isin(self._state[self._claimed], _READABLE).all()
-            ),
+            "a page that is not readable has a claim or a backup": not claimed[~readable].any()
+            and not backups[~readable & (state != PageState.FREEING)].any(),
         }
         broken = [name for name, holds in checks.items() if not holds]
         if broken:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstrata.errors import ConfigError, IntegrityError, Where
 from kvstrata.handles import Tier
+from kvstrata.memory_limits import available_memory_bytes
 from kvstrata.staging.base import SlotKind, SlotRequest, Slots, StagingSettings
 from kvstrata.staging.memory import SharedRegion, aligned
 from kvstrata.staging.pages import Pages, PageTable
@@ -23,8 +25,9 @@ class PinnedHostBufferPool:
 
     A host page holds all layers of one page of one component, contiguous, at a 4 KiB border. Every
     component has the same number of pages; each has a `PageTable`. Requests are granted in order
-    within a kind, loads ahead of writes. Writes leave `load_reserve` pages free; one backend holds
-    at most `backend_cap` pages, quarantined ones included.
+    within a kind, loads ahead of writes, and a backend that holds all it may holds up nobody else.
+    Writes leave `load_reserve` pages free. One backend holds at most `backend_cap` pages,
+    quarantined ones included, of which writes leave the reserve to loads as well.
 
     Not locked: the runtime calls everything under its own lock; `grant` and `refuse` callbacks run
     under it too and may enqueue device work, but never wait.
@@ -37,18 +40,11 @@ class PinnedHostBufferPool:
         settings: StagingSettings,
         *,
         stamp_source: Iterator[int] | None = None,
-        order: Pages | None = None,
+        order: Callable[[int], Pages] | None = None,
     ) -> None:
         self.page_bytes = dict(page_bytes)
         self.stride = {name: aligned(nbytes) for name, nbytes in page_bytes.items()}
-        self.pages = settings.total_bytes // sum(self.stride.values())
-        if self.pages < MIN_PAGES:
-            need = MIN_PAGES * sum(self.stride.values())
-            raise ConfigError(
-                f"staging of {settings.total_bytes} bytes holds {self.pages} pages",
-                where=Where(key="staging.bytes"),
-                remedy=f"give it at least {need} bytes ({MIN_PAGES} pages)",
-            )
+        self.pages = _page_count(settings, sum(self.stride.values()))
         self.region = SharedRegion(self.pages * sum(self.stride.values()))
         self.tables: dict[str, PageTable] = {}
         self._arrays: dict[str, npt.NDArray[np.uint8]] = {}
@@ -59,16 +55,22 @@ class PinnedHostBufferPool:
             self._arrays[name] = self.region.array[offset : offset + nbytes].reshape(-1, stride)
             self._views[name] = self.region.view[offset : offset + nbytes]
             self.tables[name] = PageTable(
-                runtime_id, Tier.L2, name, self.pages, stamp_source=stamp_source, order=order
+                runtime_id,
+                Tier.L2,
+                name,
+                self.pages,
+                stamp_source=stamp_source,
+                order=order(self.pages) if order else None,
             )
             offset += nbytes
-        self.reserve_pages = max(1, int(self.pages * settings.load_reserve))
+        self.reserve_pages = min(self.pages - 1, max(1, int(self.pages * settings.load_reserve)))
         self.cap_pages = max(1, int(self.pages * settings.backend_cap))
         self._lent: Counter[str] = Counter()
         self._loads: deque[SlotRequest] = deque()
         self._writes: deque[SlotRequest] = deque()
         self._lends: deque[SlotRequest] = deque()
         self._granting = False
+        self._stopped = ""
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
@@ -85,29 +87,39 @@ class PinnedHostBufferPool:
 
     @property
     def load_window(self) -> int:
-        """The most pages that one load may ask for."""
+        """The most pages that one load of a backend may ask for."""
         return self.cap_pages
 
     @property
     def write_window(self) -> int:
-        """The most pages that one write may ask for."""
-        return max(1, min(self.cap_pages, self.pages - self.reserve_pages))
+        """The most pages that one write to a backend may ask for."""
+        return min(self._write_cap, self.pages - self.reserve_pages)
+
+    @property
+    def _write_cap(self) -> int:
+        return max(1, self.cap_pages - self.reserve_pages)
 
     def request(self, request: SlotRequest) -> None:
         """Queue for pages; grants what can be granted at once."""
-        most = self.load_window if request.kind is SlotKind.LOAD else self.write_window
-        if request.backend is None and request.kind is SlotKind.LOAD:
-            most = self.pages
-        if request.count > most:
-            request.refuse("capacity")
+        cause = self._stopped or ("capacity" if request.count > self._most(request) else "")
+        if cause:
+            request.refuse(cause)
             return
-        if not request.pages_needed:
-            self._lends.append(request)
-        elif request.kind is SlotKind.LOAD:
-            self._loads.append(request)
-        else:
-            self._writes.append(request)
+        self._queue_of(request).append(request)
         self.pump()
+
+    def cancel(self, request: SlotRequest) -> None:
+        """Refuse a request that waits; nothing happens to one that was granted or refused."""
+        if request in self._queue_of(request):
+            self._refuse([request], "cancelled")
+
+    def expire(self, now_s: float) -> float:
+        """Refuse what has waited until its `end_s`; returns the next `end_s` (infinite: none)."""
+        waiting = [r for queue in self._queues for r in queue]
+        late = [r for r in waiting if r.end_s <= now_s]
+        if late:
+            self._refuse(late, "timeout")
+        return min((r.end_s for queue in self._queues for r in queue), default=math.inf)
 
     def give_back(self, slots: Slots) -> None:
         """Return the holds of pages; those that nobody claims become free for the queue."""
@@ -117,54 +129,90 @@ class PinnedHostBufferPool:
 
     def end_lend(self, backend: str, count: int) -> None:
         """The backend does not touch `count` pages any more."""
-        self._lent[backend] -= count
-        if self._lent[backend] < 0:
+        if count > self._lent[backend]:
             raise IntegrityError(f"backend {backend!r} gave back more pages than it was lent")
+        self._lent[backend] -= count
         self.pump()
 
     def lent(self, backend: str) -> int:
         return self._lent[backend]
 
     def pump(self) -> None:
-        """Grant from the heads of the queues, loads first. Call it whenever pages became free."""
+        """Grant what can be granted. Call it whenever pages became free."""
         if self._granting:
             return  # a grant callback freed pages: the loop below goes on
         self._granting = True
         try:
-            while self._grant_some():
-                pass
+            while (request := self._next()) is not None:
+                self._grant(request)
         finally:
             self._granting = False
 
-    def _grant_some(self) -> bool:
-        """Loads first, then lends (they make host pages free), then writes.
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _queues(self) -> tuple[deque[SlotRequest], ...]:
+        return (self._loads, self._lends, self._writes)
+
+    def _queue_of(self, request: SlotRequest) -> deque[SlotRequest]:
+        if not request.pages_needed:
+            return self._lends
+        return self._loads if request.kind is SlotKind.LOAD else self._writes
+
+    def _most(self, request: SlotRequest) -> int:
+        """The most pages that a request of this kind can ever get."""
+        if request.backend is not None:
+            return self.load_window if request.kind is SlotKind.LOAD else self.write_window
+        return self.pages if request.kind is SlotKind.LOAD else self.pages - self.reserve_pages
+
+    def _next(self) -> SlotRequest | None:
+        """What is to be granted now: loads first, then lends (they make host pages free), then
+        writes.
 
         A load that waits for pages keeps writes from taking them; it never waits for a write that
-        needs pages, so the order cannot wedge.
+        needs pages, so the order cannot wedge. What waits for its backend's share keeps only that
+        backend's later and lesser requests waiting.
         """
-        granted = self._grant_head(self._loads, 0) or self._grant_head(self._lends, 0)
-        if granted or self._loads:
-            return granted
-        return self._grant_head(self._writes, self.reserve_pages)
+        capped: set[str] = set()
+        request, short = self._first(self._loads, 0, capped)
+        if request is None:
+            request, _ = self._first(self._lends, 0, capped)
+        if request is None and not short:
+            request, _ = self._first(self._writes, self.reserve_pages, capped)
+        return request
 
-    def _grant_head(self, queue: deque[SlotRequest], keep_free: int) -> bool:
-        while queue and queue[0].cancelled:
-            queue.popleft().refuse("cancelled")
-        if not queue:
-            return False
-        head = queue[0]
-        if head.backend is not None and self._lent[head.backend] + head.count > self.cap_pages:
-            return False
+    def _first(
+        self, queue: deque[SlotRequest], keep_free: int, capped: set[str]
+    ) -> tuple[SlotRequest | None, bool]:
+        """The first request of a queue that can be granted; or whether one waits for pages."""
+        for request in queue:
+            backend = request.backend
+            if backend is not None:
+                cap = self.cap_pages if request.kind is SlotKind.LOAD else self._write_cap
+                if self._lent[backend] + request.count > cap:
+                    capped.add(backend)
+                if backend in capped:
+                    continue
+            if request.pages_needed and self.free < request.count + keep_free:
+                return None, True
+            return request, False
+        return None, False
+
+    def _grant(self, request: SlotRequest) -> None:
+        self._queue_of(request).remove(request)
         slots: dict[str, Pages] = {}
-        if head.pages_needed:
-            if self.free < head.count + keep_free:
-                return False
-            slots = {name: table.reserve(head.count) for name, table in self.tables.items()}
-        queue.popleft()
-        if head.backend is not None:
-            self._lent[head.backend] += head.count
-        head.grant(slots)
-        return True
+        if request.pages_needed:
+            slots = {name: table.reserve(request.count) for name, table in self.tables.items()}
+        if request.backend is not None:
+            self._lent[request.backend] += request.count
+        request.grant(slots)
+
+    def _refuse(self, requests: list[SlotRequest], cause: str) -> None:
+        for request in requests:  # all leave first: a callback may look at the queues
+            self._queue_of(request).remove(request)
+        for request in requests:
+            request.refuse(cause)
+        self.pump()
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
@@ -195,15 +243,50 @@ class PinnedHostBufferPool:
         over = {b: n for b, n in self._lent.items() if n > self.cap_pages or n < 0}
         if over:
             raise IntegrityError(f"lent beyond the cap of {self.cap_pages}: {over}")
-        if self._loads and not self._granting and self._loads[0].backend is None:
-            head = self._loads[0]
-            if not head.cancelled and head.count <= self.free:
-                raise IntegrityError("a load waits although its pages are free")
+        if not self._granting and (stuck := self._next()) is not None:
+            raise IntegrityError(f"waits although it could be granted: {stuck}")
+        if self._stopped and any(self._queues):
+            raise IntegrityError("requests wait in a pool that has stopped")
+
+    # ── end ──────────────────────────────────────────────────────────────────────────────────────
+
+    def stop(self, cause: str) -> None:
+        """From now on nothing is granted: what waits and what comes is refused with `cause`."""
+        self._stopped = cause
+        self._refuse([r for queue in self._queues for r in queue], cause)
 
     def close(self) -> None:
-        """Refuse what waits and give the descriptor up."""
-        for queue in (self._loads, self._lends, self._writes):
-            while queue:
-                queue.popleft().refuse("closed")
+        """Stop, and give the memory's descriptor up. Idempotent."""
+        self.stop("closed")
         self._views.clear()
         self.region.close()
+
+
+def _page_count(settings: StagingSettings, stride: int) -> int:
+    """How many pages the settings make. Raises ConfigError, before anything is allocated."""
+    shares = (
+        ("load_reserve", settings.load_reserve, 0 <= settings.load_reserve < 1),
+        ("backend_cap", settings.backend_cap, 0 < settings.backend_cap <= 1),
+    )
+    for key, share, is_good in shares:
+        if not is_good:
+            raise ConfigError(
+                f"{share} is not a share of the staging pages",
+                where=Where(key=f"staging.{key}"),
+                remedy="use a number between 0 and 1",
+            )
+    pages = settings.total_bytes // stride
+    if pages < MIN_PAGES:
+        raise ConfigError(
+            f"staging of {settings.total_bytes} bytes holds {pages} pages",
+            where=Where(key="staging.bytes"),
+            remedy=f"give it at least {MIN_PAGES * stride} bytes ({MIN_PAGES} pages)",
+        )
+    available = available_memory_bytes()
+    if available is not None and settings.total_bytes > available:
+        raise ConfigError(
+            f"staging of {settings.total_bytes} bytes; {available} bytes of memory are available",
+            where=Where(key="staging.bytes"),
+            remedy="make staging.bytes smaller",
+        )
+    return pages
