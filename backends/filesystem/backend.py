@@ -38,13 +38,22 @@ from kvstrata.backends.filesystem.reconcile import Reconciler
 from kvstrata.backends.frame import HEADER_BYTES
 from kvstrata.backends.outcomes import failure
 from kvstrata.boundary import Outcome
-from kvstrata.errors import ClosedError, ConfigError, KvstrataError, StorageError, Where
+from kvstrata.errors import (
+    ClosedError,
+    ConfigError,
+    KvstrataError,
+    StorageError,
+    StorageFullError,
+    Where,
+)
 from kvstrata.units import format_size, parse_size
 
 logger = logging.getLogger(__name__)
 
 _MAX_ROOT_BYTES = 460
 """SQLite takes no path of more than 512."""
+_EXTRA = 4
+"""When the disk is full, so many times what did not fit is evicted: the index needs some too."""
 _TRIM_BYTES = 16 << 20
 """About so much is evicted in one transaction when a root is far over its limit."""
 
@@ -97,6 +106,7 @@ class FilesystemBackend(StorageBackend):
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, context: BackendContext) -> None:
+        assert self._files is None, "open once"
         self._context = context
         path = self._settings.path
         try:
@@ -170,7 +180,7 @@ class FilesystemBackend(StorageBackend):
         with self._lock:
             self._writing += 1
         try:
-            reservation = index.reserve(pages, self._limits())
+            reservation = self._reserve(pages)
             if reservation.evicted:
                 self._report_evicted(reservation.evicted)
             stored: list[bool] = []
@@ -181,6 +191,8 @@ class FilesystemBackend(StorageBackend):
                 try:
                     index.settle(reservation, stored)
                 except StorageError as error:  # the frames are there all the same
+                    if isinstance(error, StorageFullError):
+                        self._extra_bytes += _EXTRA * sum(page.cost for page in pages)
                     logger.warning("the index of %s is not up to date: %s", files.root, error)
         finally:
             with self._lock:
@@ -265,6 +277,13 @@ class FilesystemBackend(StorageBackend):
         found = os.fstatvfs(self.files.root_fd)
         return found.f_bavail * found.f_frsize - self._min_free_bytes
 
+    def _reserve(self, pages: Sequence[NewPage]) -> Reservation:
+        try:
+            return self.index.reserve(pages, self._limits())
+        except StorageFullError:  # the index itself finds no room on the disk
+            self._extra_bytes += _EXTRA * sum(page.cost for page in pages)
+            raise
+
     def _publish(
         self, requests: Sequence[WriteRequest], reservation: Reservation, stored: list[bool]
     ) -> list[PageResult]:
@@ -297,7 +316,7 @@ class FilesystemBackend(StorageBackend):
         except OSError as error:
             result = failure(storage_error(error, object_path(request.object)))
             if result.outcome is Outcome.FULL:
-                self._extra_bytes += files.cost(request.nbytes)
+                self._extra_bytes += _EXTRA * files.cost(request.nbytes)
             return result
         return PageResult(outcome, request.nbytes if outcome is Outcome.STORED else 0)
 

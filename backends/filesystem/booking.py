@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvstrata.backends.base import ObjectId
-from kvstrata.backends.filesystem.ledger import Ledger, Name, Row
+from kvstrata.backends.filesystem.ledger import Ledger, Name
 from kvstrata.backends.filesystem.oserrors import describe
 from kvstrata.boundary import Outcome
 
@@ -63,6 +63,15 @@ encode_manifest = msgspec.msgpack.Encoder().encode
 decode_manifest = msgspec.msgpack.Decoder(list[Entry]).decode
 
 
+class Missing(NamedTuple):
+    """Bytes that have to go, or (from `evict`) that went."""
+
+    bound: int
+    """Of the sum that `max_bytes` bounds."""
+    disk: int
+    """Of the room on the file system: a frame whose file had vanished before gives none."""
+
+
 @dataclass(slots=True)
 class Limits:
     """What a reservation has to keep."""
@@ -74,12 +83,11 @@ class Limits:
     extra_bytes: int = 0
     """Evict at least so much: the disk was full although the sums said otherwise."""
 
-    def missing(self, ledger: Ledger, need: int) -> int:
+    def missing(self, ledger: Ledger, need: int) -> Missing:
         """By how much `need` bytes do not fit (0 or less: they do)."""
-        missing = ledger.used + ledger.inflight + need - self.max_bytes if self.max_bytes else 0
-        if self.free_bytes is not None:
-            missing = max(missing, ledger.inflight + need - self.free_bytes())
-        return missing
+        bound = ledger.used + ledger.inflight + need - self.max_bytes if self.max_bytes else 0
+        disk = 0 if self.free_bytes is None else ledger.inflight + need - self.free_bytes()
+        return Missing(bound, disk)
 
 
 @dataclass(slots=True)
@@ -178,26 +186,32 @@ def take(ledger: Ledger, owner: str, new: Sequence[NewPage], reservation: Reserv
 
 
 def evict(
-    ledger: Ledger, files: FrameStore, need: int, kept: set[int]
-) -> tuple[list[ObjectId], int]:
-    """Remove leaves, the least recently used first; which, and how many bytes that freed."""
+    ledger: Ledger, files: FrameStore, need: Missing, kept: set[int]
+) -> tuple[list[ObjectId], Missing]:
+    """Remove leaves, the least recently used first, until `need` is met or none are left; which,
+    and what that freed."""
     gone: list[ObjectId] = []
     fingerprints: dict[int, bytes] = {}
-
-    def unlink(row: Row) -> bool:
+    bound = disk = 0
+    for row in ledger.leaves():
+        if bound >= need.bound and disk >= need.disk:
+            break
+        if row.id in kept:
+            continue
         namespace = fingerprints.get(row.ns)
         if namespace is None:
             namespace = fingerprints[row.ns] = ledger.fingerprint(row.ns)
         name = ObjectId(namespace, row.key)
         try:
-            files.unlink(name)
+            was_there = files.unlink(name)
         except OSError as error:
             logger.warning("a frame cannot be evicted: %s", describe(error, name.name))
-            return False
+            continue
+        bound += row.cost
+        disk += row.cost if was_there else 0
+        ledger.vanish(row)
         gone.append(name)
-        return True
-
-    return gone, ledger.evict(need, kept, unlink)
+    return gone, Missing(bound, disk)
 
 
 # ── settle ───────────────────────────────────────────────────────────────────────────────────────

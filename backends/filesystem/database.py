@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from kvstrata.backends.filesystem.oserrors import index_error, is_damage
 from kvstrata.backends.filesystem.owners import root_lock
-from kvstrata.errors import ClosedError
+from kvstrata.errors import ClosedError, StorageFullError
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +116,20 @@ class Database:
                     return _transact(self._current(), work)
                 except sqlite3.Error as error:
                     if not (first and is_damage(error)):
-                        raise index_error(error, self.path) from error
+                        translated = index_error(error, self.path)
+                        if isinstance(translated, StorageFullError):
+                            self._shrink()
+                        raise translated from error
                     logger.warning("the index %s is damaged (%s); rebuilding", self.path, error)
                     with root_lock(self._root_fd):
                         self._replace()
             raise AssertionError("unreachable")
+
+    def _shrink(self) -> None:
+        """The disk is full: give back what the log of the database takes."""
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     # ── generations ──────────────────────────────────────────────────────────────────────────────
 
@@ -211,7 +220,7 @@ def _configure(connection: sqlite3.Connection) -> None:
     for pragma in (
         "synchronous=OFF",
         "secure_delete=OFF",
-        "wal_autocheckpoint=4000",
+        "wal_autocheckpoint=256",
         "cache_size=-16384",
         "temp_store=MEMORY",
     ):

@@ -28,6 +28,7 @@ from kvstrata.backends.filesystem.booking import (
     Entry,
     FrameStore,
     Limits,
+    Missing,
     NewPage,
     Reservation,
 )
@@ -98,13 +99,9 @@ class StoreIndex:
             if not new:
                 return reservation
             need = sum(page.cost for page in new)
-            missing = limits.missing(ledger, need)
-            over = max(missing, limits.extra_bytes)
+            missing = max(self._make_room(ledger, limits, need, kept, reservation.evicted))
             if limits.max_bytes and not ledger.complete:
                 missing = need  # how much is on disk is not known yet
-            elif over > 0:
-                reservation.evicted, freed = booking.evict(ledger, self._files, over, kept)
-                missing -= freed
             if missing > 0:
                 new = booking.cut(pages, reservation.outcomes, need - missing)
             if new:
@@ -154,8 +151,9 @@ class StoreIndex:
         """Evict what is over the limits, about `most_bytes` a call; empty when nothing is."""
 
         def work(ledger: Ledger) -> list[ObjectId]:
-            over = min(limits.missing(ledger, 0), most_bytes)
-            return booking.evict(ledger, self._files, over, set())[0] if over > 0 else []
+            missing = limits.missing(ledger, 0)
+            need = Missing(min(missing.bound, most_bytes), min(missing.disk, most_bytes))
+            return booking.evict(ledger, self._files, need, set())[0]
 
         return self._run(work)
 
@@ -287,6 +285,23 @@ class StoreIndex:
         self._run(check_ledger)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _make_room(
+        self,
+        ledger: Ledger,
+        limits: Limits,
+        need: int,
+        kept: set[int],
+        evicted: list[ObjectId],
+    ) -> Missing:
+        """Evict what it takes to have room for `need` bytes; what is missing still."""
+        missing = limits.missing(ledger, need)
+        goal = Missing(missing.bound, max(missing.disk, limits.extra_bytes))
+        if max(goal) <= 0 or (limits.max_bytes and not ledger.complete):
+            return missing
+        gone, freed = booking.evict(ledger, self._files, goal, kept)
+        evicted += gone
+        return Missing(missing.bound - freed.bound, missing.disk - freed.disk)
 
     def _run(self, work: Callable[[Ledger], _T]) -> _T:
         """`work` in a transaction, behind all that was left to be written."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstrata.backends.base import ObjectId
@@ -162,22 +162,22 @@ class Ledger:
         row.cost, row.used, row.present = cost, used, 1
         self.changed(row)
 
-    def vanish(self, row: Row) -> Row | None:
-        """The frame is gone; its row too, unless something needs it. Its parent, if it is a leaf
-        now."""
+    def vanish(self, row: Row) -> None:
+        """The frame is gone; its row too, unless something needs it."""
         self.used -= row.cost
         self.objects -= row.present
         row.cost = row.present = 0
         self.changed(row)
-        return self.prune(row)
+        self.prune(row)
 
-    def prune(self, row: Row) -> Row | None:
-        """Remove `row` if it is for nothing, then its parent, and so on. The last row met, if it
-        is present and a leaf."""
+    def prune(self, row: Row) -> None:
+        """Remove `row` if it is for nothing, then its parent, and so on. A present row that has
+        become a leaf on the way is seen by `leaves`."""
         at: Row | None = row
         while at is not None and not (at.children or at.pins):
             if at.present:
-                return at
+                heapq.heappush(self._heap, (at.used, at.id))
+                return
             parent = self.parent_of(at)
             del self._by_name[at.ns, at.key], self._by_id[at.id]
             self._dirty.pop(at.id, None)
@@ -187,25 +187,6 @@ class Ledger:
                 parent.children -= 1
                 self.changed(parent)
             at = parent
-        return None
-
-    def evict(self, need: int, kept: set[int], unlink: Callable[[Row], bool]) -> int:
-        """Let the least recently used leaves go until `need` bytes are free, or there are none;
-        how many bytes are free now.
-
-        A parent whose last child went is a leaf like any other. Rows with an id in `kept` stay.
-        `unlink` removes the file; False: it cannot, the frame stays.
-        """
-        freed = 0
-        for row in self._leaves():
-            if row.id not in kept and unlink(row):
-                freed += row.cost
-                leaf = self.vanish(row)
-                if leaf is not None:
-                    heapq.heappush(self._heap, (leaf.used, leaf.id))
-                if freed >= need:
-                    break
-        return freed
 
     def touch(self, names: Iterable[ObjectId]) -> None:
         """These frames were used, in this order. Before any row is loaded."""
@@ -281,9 +262,10 @@ class Ledger:
             self._by_name[row.ns, row.key] = self._by_id[row.id] = row
         return row
 
-    def _leaves(self) -> Iterator[Row]:
+    def leaves(self) -> Iterator[Row]:
         """Present leaves, the least recently used first, as they are now: rows changed in this
-        transaction count with their change."""
+        transaction count with their change, and a parent whose last child went meanwhile is a
+        leaf like any other."""
         self._heap = [(row.used, row.id) for row in self._by_id.values() if self._is_leaf(row)]
         heapq.heapify(self._heap)
         cursor = self.connection.execute(_LEAVES)

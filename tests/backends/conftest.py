@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -293,14 +294,22 @@ class Disk:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def backend(self, sys: Any = os, **options: Any) -> FilesystemBackend:
+        """A backend that is not open: a worker opens it."""
+        options.setdefault("min_free_bytes", 0)
+        return FilesystemBackend(FilesystemOptions(path=str(self.root), **options), sys)
+
     def open(self, sys: Any = os, wait: bool = True, **options: Any) -> FilesystemBackend:
         """A backend that is open, and whose first scan is over. The fixture closes it."""
-        options.setdefault("min_free_bytes", 0)
-        backend = FilesystemBackend(FilesystemOptions(path=str(self.root), **options), sys)
+        backend = self.backend(sys, **options)
         self.opened.append(backend)
-        backend.open(BackendContext("disk", on_evicted=self.evicted.extend))
+        backend.open(self.context)
         assert not wait or backend.wait_for_scan(WAIT_S)
         return backend
+
+    @property
+    def context(self) -> BackendContext:
+        return BackendContext("disk", on_evicted=self.evicted.extend)
 
     opened: list[FilesystemBackend]
     evicted: list[ObjectId]
@@ -313,7 +322,11 @@ class Disk:
 
     def used_bytes(self) -> int:
         """What the frames take, in blocks, as `du` counts."""
-        return sum(path.stat().st_blocks * 512 for path in self.frames())
+        total = 0
+        for path in self.frames():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_blocks * 512
+        return total
 
     def orphans(self) -> list[Path]:
         """Whatever belongs to no frame, no living owner and no index."""

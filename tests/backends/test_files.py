@@ -203,7 +203,7 @@ def test_data_before_name(disk, make_pages, faulty, durability) -> None:
 
 def test_data_that_power_loss_took(disk, make_pages, start_worker) -> None:
     """B004: a name whose bytes never reached the device is a counted miss, never a hit."""
-    jobs, pages = start_worker(disk.open()), make_pages()
+    jobs, pages = start_worker(disk.backend()), make_pages()
     jobs.store(pages.stores(0, 3)).result()
     path = disk.path(pages.name(1))
     path.write_bytes(bytes(path.stat().st_size))
@@ -260,7 +260,7 @@ def test_no_way_to_publish(disk, no_tmpfile) -> None:
         ("link", errno.ESTALE, Outcome.UNAVAILABLE),
     ],
 )
-def test_writes_that_fail(disk, make_pages, faulty, no_tmpfile, named, call, code, outcome):  # noqa: PLR0917
+def test_writes_that_fail(disk, make_pages, faulty, no_tmpfile, named, call, code, outcome):
     """B028: errno and path are in the message; what comes after it in the chain is not stored;
     nothing is left; room that was reserved is free again."""
     if named:
@@ -287,7 +287,7 @@ def test_writes_that_fail(disk, make_pages, faulty, no_tmpfile, named, call, cod
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
 def test_reads_that_fail_once(disk, make_pages, start_worker, faulty, code) -> None:
     """B001: one result, the thread lives, the next load works."""
-    jobs, pages = start_worker(disk.open(faulty)), make_pages()
+    jobs, pages = start_worker(disk.backend(faulty)), make_pages()
     jobs.store(pages.stores(0, 3)).result()
     faulty.fail["preadv"] = [code]
     result = jobs.load(pages.loads(0, 3)).result()
@@ -299,7 +299,7 @@ def test_reads_that_fail_once(disk, make_pages, start_worker, faulty, code) -> N
 @pytest.mark.parametrize("left", [0, 100, 4096, 6000])
 def test_truncated_files(disk, make_pages, start_worker, left) -> None:
     """B001: to any length, nothing too: a counted miss, deleted, stored anew."""
-    jobs, pages = start_worker(disk.open()), make_pages()
+    jobs, pages = start_worker(disk.backend()), make_pages()
     jobs.store(pages.stores(0, 3)).result()
     os.truncate(disk.path(pages.name(1)), left)
     assert jobs.load(pages.loads(0, 3)).outcomes() == [LOADED, CORRUPT, LOADED]
@@ -309,7 +309,7 @@ def test_truncated_files(disk, make_pages, start_worker, left) -> None:
 
 def test_swapped_and_flipped_files(disk, make_pages, start_worker) -> None:
     """B002: right names, right lengths, wrong bytes."""
-    backend = disk.open()
+    backend = disk.backend()
     jobs, pages = start_worker(backend), make_pages()
     jobs.store(pages.stores(0, 5)).result()
     one, two, three = (disk.path(pages.name(i)) for i in (1, 2, 3))
@@ -369,7 +369,7 @@ def test_files_without_permission(disk, make_pages, start_child) -> None:
 
 def test_eviction_between_check_and_read(disk, make_pages, start_worker) -> None:
     """B042: the frame goes after the lookup, in another thread: a miss, and the buffer is back."""
-    backend, pages = disk.open(), make_pages()
+    backend, pages = disk.backend(), make_pages()
     jobs = start_worker(backend)
     jobs.store(pages.stores(0, 3)).result()
     read = backend.read
@@ -389,7 +389,7 @@ def test_eviction_between_check_and_read(disk, make_pages, start_worker) -> None
 
 def test_descriptors(disk, make_pages, faulty, start_worker) -> None:
     """B090: a thousand batches, some of which fail: not one descriptor more."""
-    backend = disk.open(faulty, max_bytes="1MiB")
+    backend = disk.backend(faulty, max_bytes="1MiB")
     jobs, pages = start_worker(backend), make_pages(1024)
     jobs.store(pages.stores(0, 4)).result()
     jobs.load(pages.loads(0, 6)).result()
