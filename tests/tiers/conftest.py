@@ -173,6 +173,8 @@ class Small:
     def check_no_leak(self) -> None:
         """Idle: every page that is not free belongs to the tree, and nothing is locked."""
         assert self.scheduler.idle
+        if self.runtime.core.worker is not None:  # results come first, the buffers back after
+            assert self.runtime.core.worker.flush(20)
         tree, core = self.scheduler.cache.tree, self.runtime.core
         for table in core.tables.values():
             assert table.freeing == 0
