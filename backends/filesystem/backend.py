@@ -33,6 +33,7 @@ from kvstrata.backends.filesystem.owners import (
     dead_owners,
     remove_owner,
     root_lock,
+    try_lock,
 )
 from kvstrata.backends.filesystem.reconcile import Reconciler
 from kvstrata.backends.frame import HEADER_BYTES
@@ -245,15 +246,30 @@ class FilesystemBackend(StorageBackend):
         self._database = Database(files.root, root_fd, lambda: not files.namespaces(), self._lost)
         self._database.open()
         self._index = StoreIndex(self._database, self._owner.name, files)
-        dead = dead_owners(root_fd)
-        for name in {*dead, *(self._index.owners().difference(os.listdir(self._owners_path())))}:
-            self._index.recover(name)
-        for name in dead:
-            remove_owner(name, root_fd)
+        self._bury_dead(files, self._index)
         self._reconciler = Reconciler(self._index, files, self._trim)
 
-    def _owners_path(self) -> str:
-        return os.path.join(self.files.root, OWNERS)
+    def _bury_dead(self, files: FrameFiles, index: StoreIndex) -> bool:
+        """End the reservations of processes that are gone and remove their files; True if there
+        were any. Needs the root's lock."""
+        dead = dead_owners(files.root_fd)
+        known = set(os.listdir(os.path.join(files.root, OWNERS)))
+        unknown = index.owners() - known
+        for name in {*dead, *unknown}:
+            index.recover(name)
+        for name in dead:
+            remove_owner(name, files.root_fd)
+        return bool(dead or unknown)
+
+    def _bury_dead_now(self, files: FrameFiles, index: StoreIndex) -> bool:
+        """As `_bury_dead`, unless somebody else holds the root's lock."""
+        lock = try_lock("lock", files.root_fd)
+        if lock is None:
+            return False
+        try:
+            return self._bury_dead(files, index)
+        finally:
+            os.close(lock)
 
     def _release(self) -> None:
         if self._database is not None:
@@ -278,11 +294,19 @@ class FilesystemBackend(StorageBackend):
         return found.f_bavail * found.f_frsize - self._min_free_bytes
 
     def _reserve(self, pages: Sequence[NewPage]) -> Reservation:
+        """Room for `pages`; before anybody hears that there is none, the dead give theirs back."""
+        index, files = self.index, self.files
         try:
-            return self.index.reserve(pages, self._limits())
+            reservation = index.reserve(pages, self._limits())
+            nothing_fits = Outcome.FULL in reservation.outcomes and not reservation.entries
+            if nothing_fits and self._bury_dead_now(files, index):
+                again = index.reserve(pages, self._limits())
+                again.evicted += reservation.evicted
+                return again
         except StorageFullError:  # the index itself finds no room on the disk
             self._extra_bytes += _EXTRA * sum(page.cost for page in pages)
             raise
+        return reservation
 
     def _publish(
         self, requests: Sequence[WriteRequest], reservation: Reservation, stored: list[bool]

@@ -31,6 +31,7 @@ class Os:
         self._named = named
         self._pause_at = pause_at
         self._left = pause_on
+        self._seen: set[tuple[str, str]] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -46,7 +47,9 @@ class Os:
         self._pause("linked", args[1])
 
     def _pause(self, where: str, target: str) -> None:
-        if where == self._pause_at and not target.endswith("probe"):
+        is_new = (where, target) not in self._seen  # a first try may find no folder
+        self._seen.add((where, target))
+        if where == self._pause_at and is_new and not target.endswith("probe"):
             self._left -= 1
             if self._left == 0:
                 print("paused", flush=True)
@@ -110,6 +113,7 @@ def store_for_ever(options: dict[str, Any]) -> Any:
             pages.append(PageIO(key_of("tests", i, chain), parent, i, data))
         worker.store(pages, 60, lambda result: None, lambda: None)
         worker.flush(60)
+        print("stored", flush=True)
 
 
 def write_chain(options: dict[str, Any]) -> Any:

@@ -330,12 +330,12 @@ class Disk:
 
     def orphans(self) -> list[Path]:
         """Whatever belongs to no frame, no living owner and no index."""
-        known = {"lock", "scan.lock"}
+        known, frames = {"lock", "scan.lock"}, set(self.frames())
         return [
             path
             for path in self.root.rglob("*")
             if path.is_file()
-            and path not in self.frames()
+            and path not in frames
             and path.name not in known
             and not path.name.startswith("index-v1-")
         ]
