@@ -75,7 +75,9 @@ class ForwardRow:
     `tokens` is int32 [n], n ≥ start + count, the request's tokens from position 0. KV of the
     positions before `start` is in the pools already; all of it is found through ReqToToken row
     `slot`. `attached_pages` leading pages came from a cache (a page that `start` points into is a
-    private copy of one). `samples` is True when the step ends the prompt or decodes.
+    private copy of one). `samples` is True when the step ends the prompt or decodes. `room` is how
+    many tokens a sampling row may return: 1 at the end of a prompt, and in a decode as many as it
+    has positions for, so that a speculating runner can return all that it accepted.
     """
 
     slot: int
@@ -86,6 +88,7 @@ class ForwardRow:
     attached_pages: int
     first_in_batch: bool
     samples: bool
+    room: int = 1
     payload: bytes = b""
 
 
@@ -100,15 +103,18 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """`sampled[i]` is the token of row i, or -1 where it does not sample."""
+    """`sampled[i]` are the new tokens of row i, 1 … `room` of them, or none where it does not
+    sample. With n tokens of a decode, KV of n positions from `start` on is in place: that of the
+    last token never is."""
 
-    sampled: Sequence[int]
+    sampled: Sequence[Sequence[int]]
     counters: dict[str, int] = field(default_factory=dict)
 
 
 class ModelRunner(Protocol):
     """Computes KV and tokens. Called on the compute stream's thread, one step at a time, with the
-    KV of everything before `start` in place. It writes only the positions it was asked to compute.
+    KV of everything before `start` in place. It writes only positions from `start` on that the row
+    has pages for (`count`, or `room` in a decode).
     An exception ends the batch: its rows are ABORTED."""
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult: ...

@@ -70,6 +70,7 @@ class BatchEngine:
         """Take the pages of one row and start its restores. Capacity was checked."""
         core = self.core
         part = Part(row, check.plan.start, check.plan.count, opened=check.row is None)
+        part.end = check.end
         part.private_copy = check.private_copy
         n_attach, n_restore = page_set_count(check.attach), page_set_count(check.restore)
         if n_attach:

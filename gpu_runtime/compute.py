@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstrata.boundary import RowStatus
@@ -21,6 +22,8 @@ class Part:
     count: int
     """0: decode."""
     new_pages: PageSet = field(default_factory=dict)
+    end: int = 0
+    """Position behind the last one that the row has pages for in this batch."""
     stop_index: int = 0
     """Page index behind the last page of this part."""
     restore: PageSet = field(default_factory=dict)
@@ -106,8 +109,8 @@ class Compute:
         result = self.runner.forward(rows, self.context)
         for name, value in result.counters.items():
             batch.counters[name] = batch.counters.get(name, 0) + value
-        for part, row, token in zip(parts, rows, result.sampled, strict=True):
-            _advance(part, row, int(token))
+        for part, row, tokens in zip(parts, rows, result.sampled, strict=True):
+            _advance(part, row, tokens)
 
 
 def _is_active(part: Part, index: int) -> bool:
@@ -116,7 +119,7 @@ def _is_active(part: Part, index: int) -> bool:
     if part.row.aborted:
         part.status = RowStatus.ABORTED
         return False
-    return index == 0 or part.count == 0
+    return index == 0 or (part.count == 0 and part.row.kv_len < part.end)
 
 
 def _forward_row(part: Part, index: int) -> ForwardRow:
@@ -131,18 +134,28 @@ def _forward_row(part: Part, index: int) -> ForwardRow:
         attached_pages=row.attached_pages,
         first_in_batch=index == 0,
         samples=start + count == row.n_tokens,
+        room=1 if part.count else part.end - start,
         payload=row.payload,
     )
 
 
-def _advance(part: Part, forward: ForwardRow, token: int) -> None:
+def _advance(part: Part, forward: ForwardRow, tokens: Sequence[int]) -> None:
+    """Note what a step has made: KV up to the last but one token, and the tokens themselves."""
     row = part.row
     row.kv_len = forward.start + forward.count
     if not forward.samples:
         return
-    row.tokens[row.n_tokens] = token
-    row.n_tokens += 1
-    part.sampled.append(token)
-    made = row.n_tokens - row.prompt_tokens
-    if made >= row.max_new_tokens or token in row.stop_tokens:
-        row.finished = True
+    if not 1 <= len(tokens) <= forward.room:
+        raise ValueError(
+            f"the runner returned {len(tokens)} tokens, there is room for {forward.room}"
+        )
+    row.kv_len -= 1
+    for token in tokens:
+        row.kv_len += 1
+        row.tokens[row.n_tokens] = token
+        row.n_tokens += 1
+        part.sampled.append(int(token))
+        made = row.n_tokens - row.prompt_tokens
+        if made >= row.max_new_tokens or token in row.stop_tokens:
+            row.finished = True
+            return

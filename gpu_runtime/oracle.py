@@ -37,14 +37,14 @@ class OracleRunner:
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
         verified = mismatched = 0
-        sampled = []
+        sampled: list[list[int]] = []
         for row in rows:
             keys = self._keys(row, context.page_tokens)
             if row.first_in_batch and row.attached_pages:
                 good, bad = self._verify(row, keys, context)
                 verified, mismatched = verified + good + bad, mismatched + bad
             self._compute(row, keys, context)
-            sampled.append(_sample(keys, row) if row.samples else -1)
+            sampled.append([_sample(keys, row)] if row.samples else [])
         counters = {"pages_verified": verified, "pages_mismatched": mismatched}
         return ForwardResult(sampled, counters if verified else {})
 
