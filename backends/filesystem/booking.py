@@ -259,7 +259,7 @@ def enter(ledger: Ledger, entries: Sequence[Entry], used: Iterable[int]) -> None
     )
     for name, entry, stamp in zip(own, entries, used, strict=True):
         row, parent = ledger.find(name), None
-        if entry.parent is not None:
+        if entry.parent not in (None, entry.key):
             parent_name = (name[0], entry.parent)
             parent = ledger.find(parent_name) or ledger.add(parent_name, None, entry.depth - 1)
             if parent.depth != entry.depth - 1:  # a forged header must not close a circle

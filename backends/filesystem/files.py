@@ -228,8 +228,8 @@ class FrameFiles:
                 if not first:
                     raise
                 folder = os.path.dirname(path)
-                make_folder(os.path.dirname(folder), self.root_fd)
-                make_folder(folder, self.root_fd)
+                for missing in (OBJECTS, os.path.dirname(folder), folder):
+                    make_folder(missing, self.root_fd)
             else:
                 return
 

@@ -10,6 +10,7 @@ from kvstrata.backends.filesystem.ledger import Ledger, Row, all_rows
 
 def check_ledger(ledger: Ledger) -> None:
     """Raises AssertionError unless sums, counts and links agree. Reads the whole index."""
+    ledger.flush()
     rows = {row.id: row for row in all_rows(ledger.connection)}
     present = [row for row in rows.values() if row.present]
     assert ledger.used == sum(row.cost for row in present)

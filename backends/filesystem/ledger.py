@@ -219,7 +219,8 @@ class Ledger:
         return first
 
     def flush(self) -> None:
-        """Write what has changed. Last thing in a transaction."""
+        """Write what has changed. The last thing in a transaction, and before a query whose answer
+        depends on it."""
         connection = self.connection
         rows = list(self._new.values())
         for at in range(0, len(rows), 64):
@@ -252,6 +253,7 @@ class Ledger:
         if meta != self._meta:
             columns = ", ".join(f"{column}=?" for column in _META.split(", "))
             connection.execute(f"UPDATE meta SET {columns}", meta)
+        self._new, self._dirty, self._removed, self._meta = {}, {}, set(), meta
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 

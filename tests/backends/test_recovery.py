@@ -1,0 +1,280 @@
+"""The index is worth a rebuild at most: lost, damaged, or wrong about the disk, it heals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import threading
+from typing import Any
+
+import pytest
+
+from kvstrata.backends import HealthState
+from kvstrata.boundary import Outcome
+
+LOADED, STORED, EXISTS = Outcome.LOADED, Outcome.STORED, Outcome.EXISTS
+MISSING, FULL, PARENT_MISSING = Outcome.MISSING, Outcome.FULL, Outcome.PARENT_MISSING
+FRAME = 4096 + 8192
+
+
+def outcomes(results: list[Any]) -> list[Outcome]:
+    return [result.outcome for result in results]
+
+
+def check_agrees(disk: Any, backend: Any) -> None:
+    backend.check_integrity()
+    assert backend.usage().used_bytes == disk.used_bytes()
+    assert backend.usage().objects == len(disk.frames())
+
+
+def database(disk: Any) -> Any:
+    [path] = disk.root.glob("index-v1-*.sqlite")
+    return path
+
+
+def garble(path: Any) -> None:
+    with path.open("r+b") as file:
+        file.write(b"garbage!" * 512)
+
+
+DAMAGE = {
+    "removed": lambda path: [p.unlink() for p in path.parent.glob("index-v1-*")],
+    "emptied": lambda path: path.write_bytes(b""),
+    "another file": lambda path: path.write_bytes(b"#!/bin/sh\n" * 1000),
+    "first page": garble,
+}
+
+
+# ── the database ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_while_closed(disk, make_pages, damage) -> None:
+    """B094, B095: rebuilt from the frames alone, parents and depths too."""
+    backend = disk.open()
+    chains = [make_pages(chain=c) for c in "abc"]
+    for chain in chains:
+        backend.write(chain.writes(0, 4))
+    backend.close(5)
+    DAMAGE[damage](database(disk))
+    backend = disk.open()
+    check_agrees(disk, backend)
+    assert backend.usage().objects == 12
+    backend.close(5)
+    backend = disk.open(max_bytes=6 * FRAME)
+    assert backend.usage().objects == 6
+    for chain in chains:
+        there = backend.exists(chain.names(0, 4))
+        assert there == sorted(there, reverse=True), "a child without its parent"
+    check_agrees(disk, backend)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_while_in_use(disk, make_pages, damage) -> None:
+    """By two backends at once: both move to the same new index, nothing fails but for room that is
+    not known yet, and both agree with the disk in the end."""
+    one, two, pages = disk.open(), disk.open(), make_pages()
+    assert outcomes(one.write(pages.writes(0, 4))) == [STORED] * 4
+    one.index.flush()
+    path = database(disk)
+    DAMAGE[damage](path)
+    wal = path.with_name(path.name + "-wal")
+    if wal.exists():
+        os.truncate(wal, 0)
+    for i, backend in enumerate((one, two, one, two)):
+        found = outcomes(backend.write(pages.writes(4 + i, 5 + i)))
+        assert found == [STORED]
+    assert one.wait_for_scan(20)
+    assert two.wait_for_scan(20)
+    assert one.index.generation == two.index.generation > 1
+    check_agrees(disk, one)
+    check_agrees(disk, two)
+    assert one.usage().objects == 8
+
+
+def test_work_goes_on_during_a_rebuild(disk, make_pages) -> None:
+    """`open` does not wait for the scan; lookups and loads ask the disk; stores without a bound
+    work, with one they wait; health says so."""
+    backend = disk.open()
+    for c in "abcdef":
+        backend.write(make_pages(chain=c).writes(0, 8))
+    backend.close(5)
+    for path in disk.root.glob("index-v1-*"):
+        path.unlink()
+    scanning = threading.Event()
+    real = disk.backend()
+    hold = threading.Event()
+
+    class Held:
+        """The module `os`; listing a folder of frames waits."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def open(self, path: str, flags: int, *args: Any, **options: Any) -> int:
+            if threading.current_thread().name == "kvstrata-scan":
+                scanning.set()
+                assert hold.wait(20)
+            return os.open(path, flags, *args, **options)
+
+    assert real is not None
+    free, bounded = disk.open(Held(), wait=False), disk.open(Held(), False, max_bytes="1GiB")
+    assert scanning.wait(20)
+    pages, new = make_pages(chain="c"), make_pages(chain="new")
+    for backend in (free, bounded):
+        assert backend.exists(pages.names(0, 9)) == [True] * 8 + [False]
+        assert outcomes(backend.read(pages.reads(0, 9))) == [LOADED] * 8 + [MISSING]
+        assert backend.health().state is HealthState.DEGRADED
+    assert outcomes(free.write(pages.writes(7, 10))) == [EXISTS, STORED, STORED]
+    assert outcomes(bounded.write(new.writes(0, 2))) == [FULL, PARENT_MISSING]
+    hold.set()
+    assert free.wait_for_scan(20)
+    assert bounded.wait_for_scan(20)
+    assert outcomes(bounded.write(new.writes(0, 2))) == [STORED] * 2
+    assert bounded.health().state is HealthState.OK
+    check_agrees(disk, bounded)
+
+
+def test_a_busy_database(disk, make_pages, monkeypatch) -> None:
+    """Another process holds the index: a store that cannot reserve is refused, one that cannot
+    settle is good all the same and is made up for; loads do not care."""
+    monkeypatch.setattr("kvstrata.backends.filesystem.database._BUSY_WAIT_S", 0.05)
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 2))
+    other = sqlite3.connect(database(disk), isolation_level=None, check_same_thread=False)
+    publish = backend.files.publish
+
+    def lock_then_publish(*args: Any) -> Outcome:
+        if not other.in_transaction:
+            other.execute("BEGIN IMMEDIATE")
+        return publish(*args)
+
+    backend.files.publish = lock_then_publish
+    assert outcomes(backend.write(pages.writes(2, 4))) == [STORED] * 2
+    assert outcomes(backend.read(pages.reads(0, 4))) == [LOADED] * 4
+    with pytest.raises(Exception, match="SQLITE_BUSY"):
+        backend.write(pages.writes(4, 5))
+    other.execute("ROLLBACK")
+    other.close()
+    backend.files.publish = publish
+    check_agrees(disk, backend)
+    assert outcomes(backend.write(pages.writes(4, 5))) == [STORED]
+
+
+# ── changes from outside ─────────────────────────────────────────────────────────────────────────
+
+
+def test_files_removed_from_outside(disk, make_pages) -> None:
+    """B011, B051: `exists` asks the disk; a load that finds nothing heals the index; the page is
+    stored anew, and a page is not stored under a parent that has gone."""
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 6))
+    disk.path(pages.name(2)).unlink()
+    disk.path(pages.name(5)).unlink()
+    assert backend.exists(pages.names(0, 6)) == [True, True, False, True, True, False]
+    assert outcomes(backend.read(pages.reads(0, 6)))[2] is MISSING
+    backend.index.flush()
+    check_agrees(disk, backend)
+    assert outcomes(backend.write(pages.writes(5, 7))) == [STORED] * 2
+    disk.path(pages.name(6)).unlink()
+    assert outcomes(backend.write(pages.writes(7, 8))) == [PARENT_MISSING]
+    assert outcomes(backend.write(pages.writes(0, 8))) == [
+        EXISTS, EXISTS, STORED, EXISTS, EXISTS, EXISTS, STORED, STORED,
+    ]  # fmt: skip
+    check_agrees(disk, backend)
+
+
+def test_a_folder_removed_from_outside(disk, make_pages) -> None:
+    """`rm -r` of everything under a running backend."""
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 4))
+    shutil.rmtree(disk.root / "objects")
+    assert backend.exists(pages.names(0, 4)) == [False] * 4
+    assert outcomes(backend.write(pages.writes(0, 4))) == [STORED] * 4
+    check_agrees(disk, backend)
+
+
+def test_files_that_came_from_outside(disk, make_pages, tmp_path, make_disk) -> None:
+    """A root that is copied frame by frame into another is found by the next start; so are frames
+    that were removed, and what changed its length."""
+    source, pages = make_disk(tmp_path / "source"), make_pages()
+    other = source.open()
+    other.write(pages.writes(0, 6))
+    other.close(5)
+    backend, own = disk.open(), make_pages(chain="own")
+    backend.write(own.writes(0, 4))
+    backend.close(5)
+    for path in source.frames():
+        target = disk.root / path.relative_to(source.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    disk.path(own.name(3)).unlink()
+    os.truncate(disk.path(own.name(2)), 100)
+    backend = disk.open()
+    check_agrees(disk, backend)
+    assert backend.usage().objects == 9
+    assert outcomes(backend.write(pages.writes(5, 8))) == [EXISTS, STORED, STORED]
+    backend.close(5)
+    backend = disk.open(max_bytes=5 * FRAME)
+    there = backend.exists(pages.names(0, 8))
+    assert there == sorted(there, reverse=True)
+    check_agrees(disk, backend)
+
+
+def test_strange_files_are_left_alone(disk, make_pages) -> None:
+    """What does not have the name of a frame is neither counted nor touched; what has, and is
+    none, takes room, is evicted in its turn, and is a corrupt page for who loads it."""
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 2))
+    backend.close(5)
+    folder = disk.path(pages.name(0)).parent
+    (folder / "notes.txt").write_text("mine")
+    (disk.root / "objects" / "readme").write_text("mine")
+    (disk.root / "owners" / "file").write_text("mine")
+    disk.path(pages.name(7)).parent.mkdir(exist_ok=True)
+    disk.path(pages.name(7)).write_bytes(b"junk")
+    os.utime(disk.path(pages.name(7)), (1, 1))
+    backend = disk.open()
+    backend.check_integrity()
+    assert backend.usage().objects == 3
+    backend.close(5)
+    backend = disk.open(max_bytes=2 * FRAME)
+    assert backend.exists(pages.names(0, 2)) == [True] * 2
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (disk.root / "objects" / "readme").read_text() == "mine"
+    assert backend.usage().objects == 2
+    assert disk.evicted == [pages.name(7)]
+
+
+def test_forged_parents(disk, make_pages) -> None:
+    """Headers that name each other as parents do not make frames that can never be evicted."""
+    from kvstrata.backends.frame import HEADER_BYTES, encode_header
+
+    pages = make_pages()
+    for i, parent in ((0, 1), (1, 0), (2, 2)):
+        header = memoryview(bytearray(HEADER_BYTES))
+        encode_header(header, pages.name(i), pages.name(parent), 5, memoryview(b"x"))
+        path = disk.path(pages.name(i))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(header) + b"x")
+    backend = disk.open(max_bytes=3 * FRAME)
+    check_agrees(disk, backend)
+    assert backend.usage().objects == 3
+    assert outcomes(backend.write(make_pages(chain="b").writes(0, 3))) == [STORED] * 3
+    assert backend.exists(pages.names(0, 3)) == [False] * 3
+    check_agrees(disk, backend)
+
+
+def test_deleted_in_the_middle(disk, make_pages) -> None:
+    """A corrupt page is deleted: what builds on it stays, keeps its place, and the page itself is
+    stored anew between them."""
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 5))
+    assert backend.delete([pages.name(2)]) == [True]
+    check_agrees(disk, backend)
+    assert outcomes(backend.write(pages.writes(2, 3))) == [STORED]
+    backend.close(5)
+    backend = disk.open(max_bytes=3 * FRAME)
+    assert backend.exists(pages.names(0, 5)) == [True] * 3 + [False] * 2
+    check_agrees(disk, backend)
