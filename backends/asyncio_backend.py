@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 from abc import abstractmethod
@@ -19,7 +20,7 @@ from kvstrata.backends.base import (
 )
 from kvstrata.backends.outcomes import failure
 from kvstrata.boundary import Outcome
-from kvstrata.errors import ClosedError, StorageError
+from kvstrata.errors import ClosedError, StorageError, StorageUnavailableError
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -126,7 +127,10 @@ class AsyncStorageBackend(StorageBackend):
         if self._loop is None:
             work.close()
             raise ClosedError("the backend is not open")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except concurrent.futures.CancelledError as error:
+            raise StorageUnavailableError("closed while the call was under way") from error
 
     def _stop_loop(self, deadline_s: float) -> None:
         loop, thread = self._loop, self._thread
