@@ -34,7 +34,7 @@ class Choice:
 
 
 CHOICES: Mapping[Keys, Choice] = {
-    ("device", "kind"): Choice(("auto", "cpu"), {"cuda": f"the CUDA device is {_LATER}"}),
+    ("device", "kind"): Choice(("auto", "cpu", "cuda")),
     ("staging", "mode"): Choice(tuple(mode.value for mode in StagingMode)),
     ("policies", "eviction"): Choice(tuple(policies.EVICTION)),
     ("policies", "write"): Choice(
@@ -177,14 +177,18 @@ def _check_l3(config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """L1 lies in host memory on the CPU device, beside staging."""
+    """L1 lies in host memory on the CPU device, beside staging. What a GPU has is known when the
+    pools are made."""
     available = available_memory_bytes()
-    need = config.l1_bytes + config.staging.bytes
+    kind = config.device.kind
+    on_gpu = kind == "cuda" or (kind == "auto" and Path("/dev/nvidiactl").exists())
+    l1_bytes = 0 if on_gpu else config.l1_bytes
+    need = l1_bytes + config.staging.bytes
     if available is None or need <= available:
         return
-    larger = ("staging", "bytes") if config.staging.bytes > config.l1_bytes else ("pools", "pages")
+    larger = ("staging", "bytes") if config.staging.bytes > l1_bytes else ("pools", "pages")
     raise ConfigError(
-        f"L1 ({format_size(config.l1_bytes)}) and staging "
+        f"L1 ({format_size(l1_bytes)}) and staging "
         f"({format_size(config.staging.bytes)}) need {format_size(need)} of memory; "
         f"{format_size(available)} are available",
         remedy="lower pools.pages or staging.bytes",

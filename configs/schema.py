@@ -90,7 +90,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """`[device]`: where L1 is."""
 
     kind: str = "auto"
-    """auto | cpu. auto takes the CPU device in this version."""
+    """auto | cpu | cuda. auto takes the first GPU if there is one."""
 
 
 class ComponentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -63,9 +63,19 @@ class Device(ABC):
     h2d: Stream
     d2h: Stream
 
+    fault: BaseException | None = None
+    """What broke the device. Its events do not complete then; the runtime refuses further work."""
+
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
         """End all streams after what is enqueued; False when something was still running."""
+
+    def pin(self, address: int, chunk_bytes: Sequence[int]) -> None:
+        """Register host memory for direct copies, in consecutive chunks; no copy crosses a border.
+
+        All or nothing: raises ConfigError when a chunk is refused. Undone by `close`.
+        """
+        del address, chunk_bytes  # host memory is as good as any on a device that is the host
 
 
 @dataclass(eq=False, slots=True)

@@ -128,6 +128,10 @@ class RuntimeCore:
             stamp_source=source,
             order=page_order,
         )
+        address, chunks, chunk_pages = self.staging.pin_chunks()
+        device.pin(address, chunks)
+        for name, pool in self.pools.items():
+            pool.host_chunk_pages = chunk_pages[name]
         self.expiries.append(self.staging.expire)
         self.storage = StorageEvents(self.events, worker, tuple(self.pools))
 
@@ -149,8 +153,9 @@ class RuntimeCore:
                 self.events.nudge()
 
     def check_fault(self) -> None:
-        if self.fault is not None:
-            raise IntegrityError(f"the runtime is broken: {self.fault}") from self.fault
+        fault = self.fault or self.device.fault
+        if fault is not None:
+            raise IntegrityError(f"the runtime is broken: {fault}") from fault
 
     def take_events(self, timeout_s: float, wake: Wake) -> list[Event]:
         """What `poll` returns; one caller at a time."""

@@ -67,9 +67,12 @@ class CpuStream(Stream):
         self._put((work, nbytes))
 
     def record(self) -> Event:
-        event = CpuEvent()
+        event = self._new_event()
         self._put(event)
         return event
+
+    def _new_event(self) -> CpuEvent:
+        return CpuEvent()
 
     def wait_event(self, event: Event) -> None:
         if not event.query():
@@ -91,16 +94,25 @@ class CpuStream(Stream):
                     self._wake.wait()
                 item = self._queue.popleft()
             if isinstance(item, CpuEvent):
-                item.complete()
+                self._record_now(item)
             elif len(item) == 1:
-                item[0].wait()
+                self._wait_now(item[0])
             else:
-                work, nbytes = item
-                self._timeline.begin(self.name, time.monotonic())
-                try:
-                    work()
-                finally:
-                    self._timeline.end(self.name, time.monotonic(), nbytes)
+                self._work_now(*item)
+
+    def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
+        """On the stream's thread, as the two below: `CudaStream` does them on the GPU."""
+        start_s = time.monotonic()
+        try:
+            work()
+        finally:
+            self._timeline.span(self.name, start_s, time.monotonic(), nbytes)
+
+    def _record_now(self, event: CpuEvent) -> None:
+        event.complete()
+
+    def _wait_now(self, event: Event) -> None:
+        event.wait()
 
     def close(self, deadline_s: float) -> bool:
         with self._wake:

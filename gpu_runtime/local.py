@@ -34,7 +34,8 @@ START_FAILED_CLOSE_S = 5.0
 class LocalGPURuntime:
     """`RuntimeInterface` on a device of this process (see there for the contract).
 
-    Owns the device, the pools and staging; takes over `worker`, which it starts and closes.
+    Makes and owns the device, the pools and staging; takes over `worker`, which it starts and
+    closes.
     `stamp_source` and `page_order` let a test hand out hostile ids. Raises ConfigError for sizes
     that cannot work and what the worker's backend raises; nothing is left running then.
     """
@@ -45,13 +46,13 @@ class LocalGPURuntime:
         runner: ModelRunner,
         worker: StorageWorker | None = None,
         *,
-        device: Device | None = None,
+        make_device: Callable[[Timeline], Device] = CpuDevice,
         runtime_id: int = 1,
         stamp_source: Iterator[int] | None = None,
         page_order: Callable[[int], Pages] | None = None,
     ) -> None:
         self._timeline = Timeline()
-        self._device = device or CpuDevice(self._timeline)
+        self._device = make_device(self._timeline)
         with ExitStack() as undo:
             undo.callback(self._device.close, START_FAILED_CLOSE_S)
             self._core = RuntimeCore(

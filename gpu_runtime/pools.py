@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +73,8 @@ class ComponentPool:
                 where=Where(key="pools.pages"),
                 remedy="make pools.pages smaller",
             ) from exc
+        self.host_chunk_pages = 1 << 62
+        """Host pages between two borders of registered memory."""
         word = 8 if self.plane_bytes % 8 == 0 else 1
         self._word = torch.int64 if word == 8 else torch.uint8
         self._words = self.data.view(self._word)
@@ -93,16 +96,46 @@ class ComponentPool:
     ) -> None:
         """Copy device pages (int64 [n], on the device) into host pages `slots` of uint8 [pages,
         stride]. For the D2H stream."""
-        view = self._host_words(host)
         taken = self._words.index_select(1, pages).transpose(0, 1)
-        view[_index(slots)] = taken.cpu()
+        if self.data.is_cuda:
+            rows = taken.contiguous().view(torch.uint8).view(len(slots), self.page_bytes)
+            for part, there in self._host_parts(host, slots):
+                there.copy_(rows[part], non_blocking=True)
+            return
+        self._host_words(host)[_index(slots)] = taken
 
     def scatter(
         self, pages: torch.Tensor, host: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]
     ) -> None:
         """Copy host pages into device pages: the mirror image of `gather`. For the H2D stream."""
-        view = self._host_words(host)[_index(slots)]
-        self._words.index_copy_(1, pages, view.to(self.data.device).transpose(0, 1))
+        if self.data.is_cuda:
+            rows = torch.empty(
+                (len(slots), self.page_bytes), dtype=torch.uint8, device=self.data.device
+            )
+            for part, there in self._host_parts(host, slots):
+                rows[part].copy_(there, non_blocking=True)
+            view = rows.view(self._word).view(len(slots), self.spec.planes, -1)
+        else:
+            view = self._host_words(host)[_index(slots)]
+        self._words.index_copy_(1, pages, view.transpose(0, 1))
+
+    def _host_parts(
+        self, host: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Cuts of a copy in which the host side is contiguous, so that it is one asynchronous copy:
+        runs of pages where nothing lies between them, else single pages."""
+        raw = torch.from_numpy(host)
+        step = 1 if host.shape[1] > self.page_bytes else len(slots)
+        at = 0
+        while at < len(slots):
+            end = at + 1
+            while end < min(at + step, len(slots)) and slots[end] == slots[end - 1] + 1:
+                if slots[end] % self.host_chunk_pages == 0:
+                    break  # a copy must not cross into memory that was registered apart
+                end += 1
+            first = int(slots[at])
+            yield slice(at, end), raw[first : first + end - at, : self.page_bytes]
+            at = end
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page inside the pool. For the compute stream."""

@@ -18,11 +18,11 @@ class PathTotals:
 
 
 class Timeline:
-    """Collects spans of work, by stream; any thread.
+    """Collects spans of work, by stream, when they have ended; any thread, any order.
 
-    Overlap is summed as transfers end, against a bounded history of compute spans, so a run of any
-    length costs constant memory. One compute stream; any number of transfer streams, and seconds
-    in which two of them ran count twice.
+    Overlap is summed as spans come in, each against a bounded history of the other side's, so a run
+    of any length costs constant memory. One compute stream; any number of transfer streams, and
+    seconds in which two of them ran count twice.
     """
 
     HISTORY = 512
@@ -31,34 +31,24 @@ class Timeline:
         self._lock = threading.Lock()
         self._compute = compute
         self._totals: dict[str, list[float]] = {}
-        self._open_compute: float | None = None
-        self._compute_spans: deque[tuple[float, float]] = deque(maxlen=self.HISTORY)
-        self._open_transfers: dict[str, float] = {}
+        self._computes: deque[tuple[float, float]] = deque(maxlen=self.HISTORY)
+        self._transfers: deque[tuple[float, float]] = deque(maxlen=self.HISTORY)
         self._transfer_s = 0.0
         self._hidden_s = 0.0
 
-    def begin(self, stream: str, now_s: float) -> None:
+    def span(self, stream: str, start_s: float, end_s: float, nbytes: int) -> None:
+        """`stream` was busy from `start_s` to `end_s` and moved `nbytes`."""
         with self._lock:
             if stream == self._compute:
-                self._open_compute = now_s
+                self._computes.append((start_s, end_s))
+                self._hidden_s += _overlap((start_s, end_s), self._transfers)
             else:
-                self._open_transfers[stream] = now_s
-
-    def end(self, stream: str, now_s: float, nbytes: int) -> None:
-        with self._lock:
-            if stream == self._compute:
-                start = self._open_compute if self._open_compute is not None else now_s
-                self._open_compute = None
-                self._compute_spans.append((start, now_s))
-            else:
-                start = self._open_transfers.pop(stream, now_s)
-                self._transfer_s += now_s - start
-                self._hidden_s += _overlap((start, now_s), reversed(self._compute_spans))
-                if self._open_compute is not None:  # it runs now, so it ends later
-                    self._hidden_s += max(0.0, now_s - max(start, self._open_compute))
+                self._transfers.append((start_s, end_s))
+                self._hidden_s += _overlap((start_s, end_s), self._computes)
+                self._transfer_s += end_s - start_s
             totals = self._totals.setdefault(stream, [0.0, 0.0, 0.0])
             totals[0] += nbytes
-            totals[1] += now_s - start
+            totals[1] += end_s - start_s
             totals[2] += 1
 
     def totals(self) -> dict[str, PathTotals]:
@@ -74,11 +64,6 @@ class Timeline:
 
 
 def _overlap(span: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:
-    """Seconds of `span` that lie in `others`, latest first."""
+    """Seconds of `span` that lie in `others`."""
     start, end = span
-    total = 0.0
-    for a, b in others:
-        if b <= start:
-            break
-        total += max(0.0, min(b, end) - max(a, start))
-    return total
+    return sum(max(0.0, min(b, end) - max(a, start)) for a, b in others)

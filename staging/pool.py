@@ -20,6 +20,10 @@ MIN_PAGES = 4
 """Fewer cannot hold a load and a write at the same time with a reserve between them."""
 
 
+PIN_CHUNK_BYTES = 1 << 30
+"""Memory is registered with the device in chunks of this size: drivers limit single regions."""
+
+
 class PinnedHostBufferPool:
     """Host pages of every component, with queues that let loads go first.
 
@@ -77,6 +81,16 @@ class PinnedHostBufferPool:
     def array(self, component: str) -> npt.NDArray[np.uint8]:
         """All host pages of a component: uint8 [pages, stride]; a page's bytes come first."""
         return self._arrays[component]
+
+    def pin_chunks(self) -> tuple[int, list[int], dict[str, int]]:
+        """For `Device.pin`: the address, chunks that end at page borders, and pages a chunk."""
+        pages = {name: max(1, PIN_CHUNK_BYTES // stride) for name, stride in self.stride.items()}
+        chunks = [
+            min(pages[name], self.pages - first) * stride
+            for name, stride in self.stride.items()
+            for first in range(0, self.pages, pages[name])
+        ]
+        return self.region.array.ctypes.data, chunks, pages
 
     def payload(self, component: str, page: int) -> memoryview:
         """The bytes of one page, writable. Whoever lends it keeps the page until it is returned."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings, load_plugin
 from kvstrata.configs import Config
-from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime, ModelRunner, RuntimeSettings
+from kvstrata.gpu_runtime import (
+    ComponentSpec,
+    CpuDevice,
+    Device,
+    LocalGPURuntime,
+    ModelRunner,
+    RuntimeSettings,
+    Timeline,
+)
 from kvstrata.handles import StagingMode
 from kvstrata.staging import StagingSettings
 from kvstrata.tiers import (
@@ -82,10 +91,23 @@ def runtime_settings(config: Config) -> RuntimeSettings:
     )
 
 
+def device_of(config: Config) -> Callable[[Timeline], Device]:
+    """What makes the device that `device.kind` names; "auto" is a GPU where there is one."""
+    import torch
+
+    kind = config.device.kind
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        from kvstrata.gpu_runtime.cuda import CudaDevice
+
+        return CudaDevice
+    return CpuDevice
+
+
 def open_engine(config: Config, runner: ModelRunner, *, max_batch: int | None = None) -> Engine:
     """Build and start everything that `config` names. Raises ConfigError, PluginError or
     StorageError; nothing is left running then."""
-    runtime = LocalGPURuntime(runtime_settings(config), runner, open_worker(config))
+    settings, worker = runtime_settings(config), open_worker(config)
+    runtime = LocalGPURuntime(settings, runner, worker, make_device=device_of(config))
     backend, policies = config.l3_backend, config.policies
     tree = TreeCore(policy_class("eviction", policies.eviction)(), MAX_TREE_PAGES)
     cache = CacheControl(

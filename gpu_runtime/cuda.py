@@ -1,0 +1,178 @@
+"""The CUDA device: one GPU, with a compute stream and a copy stream each way.
+
+Each stream has a thread that enqueues its work on a CUDA stream, and a thread that waits for its
+events and runs their callbacks. So enqueueing never blocks control, and order between streams is
+made by CUDA events alone (`cudaStreamWaitEvent`), never by the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from kvstrata.errors import ConfigError, Where
+from kvstrata.gpu_runtime.base import Device, Event
+from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream
+from kvstrata.gpu_runtime.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+_ALREADY_REGISTERED = 712
+"""cudaErrorHostMemoryAlreadyRegistered."""
+
+
+class CudaEvent(CpuEvent):
+    """A CUDA event. `recorded` is set when it is enqueued on its stream; it is complete when the
+    GPU has passed it and its callbacks have run."""
+
+    def __init__(self, after: Sequence[Event]) -> None:
+        super().__init__()
+        self.cuda = torch.cuda.Event(blocking=True)
+        self.recorded = threading.Event()
+        self.after = after
+        """Events that its stream waited for: their callbacks run first."""
+
+
+class _Span:
+    """Timing events around one piece of work."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.nbytes = nbytes
+
+
+class CudaStream(CpuStream):
+    """A CUDA stream behind a thread. Work is enqueued under `torch.cuda.stream`, so what it
+    allocates belongs to the stream and is reused in its order."""
+
+    def __init__(self, name: str, timeline: Timeline, device: CudaDevice) -> None:
+        self._device = device
+        self.cuda = torch.cuda.Stream(device.torch_device)
+        self._after: list[Event] = []
+        self._completions: SimpleQueue[CudaEvent | _Span | None] = SimpleQueue()
+        self._completer = threading.Thread(
+            target=self._complete, name=f"kvstrata-{name}-done", daemon=True
+        )
+        super().__init__(name, timeline)
+        self._completer.start()
+
+    def _new_event(self) -> CudaEvent:
+        return CudaEvent(())
+
+    def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
+        span = _Span(nbytes)
+        with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self.cuda):
+            span.start.record()
+            work()
+            span.end.record()
+        self._completions.put(span)
+
+    def _record_now(self, event: CpuEvent) -> None:
+        assert isinstance(event, CudaEvent), "events of one device only"
+        event.after, self._after = tuple(self._after), []
+        event.cuda.record(self.cuda)
+        event.recorded.set()
+        self._completions.put(event)
+
+    def _wait_now(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent), "events of one device only"
+        event.recorded.wait()  # its own thread enqueues it; then the GPU waits, not the host
+        self.cuda.wait_event(event.cuda)
+        self._after.append(event)
+
+    def _complete(self) -> None:
+        """Wait for events in order and run their callbacks. After a CUDA error nothing completes:
+        what depends on it must not be believed."""
+        while (item := self._completions.get()) is not None:
+            try:
+                if isinstance(item, _Span):
+                    item.end.synchronize()
+                    self._device.note_span(self.name, item.start, item.end, item.nbytes)
+                    continue
+                item.cuda.synchronize()
+            except RuntimeError as exc:  # an asynchronous CUDA error: the context is lost
+                logger.exception("stream %s failed", self.name)
+                self._device.fault = self._device.fault or exc
+                continue
+            if self._device.fault is not None:
+                continue
+            for event in item.after:
+                event.wait()
+            item.complete()
+
+    def close(self, deadline_s: float) -> bool:
+        end_s = time.monotonic() + deadline_s
+        ended = super().close(deadline_s)
+        self._completions.put(None)
+        if threading.current_thread() is not self._completer:
+            self._completer.join(max(0.0, end_s - time.monotonic()))
+        return ended and not self._completer.is_alive()
+
+
+class CudaDevice(Device):
+    """GPU `index`. Raises ConfigError where there is none."""
+
+    def __init__(self, timeline: Timeline, index: int = 0) -> None:
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"there is no CUDA device {index}",
+                where=Where(key="device.kind"),
+                remedy='use device.kind = "cpu", or install a driver and a CUDA build of torch',
+            )
+        self.torch_device = torch.device("cuda", index)
+        self._timeline = timeline
+        self._registered: list[int] = []
+        with torch.cuda.device(self.torch_device):
+            self._zero = torch.cuda.Event(enable_timing=True)
+            self._zero.record()
+            self._zero.synchronize()
+        self._zero_s = time.monotonic()
+        self.compute: CudaStream = CudaStream("compute", timeline, self)
+        self.h2d: CudaStream = CudaStream("h2d", timeline, self)
+        self.d2h: CudaStream = CudaStream("d2h", timeline, self)
+
+    def note_span(
+        self, stream: str, start: torch.cuda.Event, end: torch.cuda.Event, nbytes: int
+    ) -> None:
+        """Times on the GPU, as seconds of the host's clock."""
+        start_s = self._zero_s + self._zero.elapsed_time(start) / 1e3
+        self._timeline.span(stream, start_s, start_s + start.elapsed_time(end) / 1e3, nbytes)
+
+    def pin(self, address: int, chunk_bytes: Sequence[int]) -> None:
+        cudart = torch.cuda.cudart()
+        total, done = sum(chunk_bytes), 0
+        for nbytes in chunk_bytes:
+            with torch.cuda.device(self.torch_device):
+                code = int(cudart.cudaHostRegister(address + done, nbytes, 0))
+            if code:
+                self._unpin()
+                torch.cuda.synchronize(self.torch_device)
+                why = "memory is registered already" if code == _ALREADY_REGISTERED else "refused"
+                raise ConfigError(
+                    f"cannot pin host memory: {done} of {total} bytes, then error {code} ({why})",
+                    where=Where(key="staging.bytes"),
+                    remedy="make staging.bytes smaller, or raise the memory and memlock limits",
+                )
+            self._registered.append(address + done)
+            done += nbytes
+
+    def _unpin(self) -> None:
+        cudart = torch.cuda.cudart()
+        for address in self._registered:
+            cudart.cudaHostUnregister(address)
+        self._registered.clear()
+
+    def close(self, deadline_s: float) -> bool:
+        end_s = time.monotonic() + deadline_s
+        ended = True
+        for stream in (self.compute, self.h2d, self.d2h):
+            ended = stream.close(end_s - time.monotonic()) and ended
+        if ended:  # else something may still copy: the memory stays pinned, and mapped
+            self._unpin()
+        return ended
