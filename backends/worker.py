@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvstrata.backends.base import (
     BackendContext,
@@ -33,6 +33,7 @@ from kvstrata.backends.base import (
     StorageBackend,
     Usage,
 )
+from kvstrata.backends.clock import MAX_WAIT_S, Clock, wait_on
 from kvstrata.backends.framing import FrameIO
 from kvstrata.backends.jobs import (
     Job,
@@ -50,16 +51,6 @@ __all__ = ["JobResult", "PageIO", "StorageWorker", "WorkerSettings", "WorkerStat
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-_MAX_WAIT_S = 3600.0
-"""A longer wait would overflow on some platforms; the loop just waits again."""
-
-
-class Clock(Protocol):
-    """Seconds that only grow. A test's clock may have `wait(condition, timeout_s)` as well, which
-    stands for `condition.wait(timeout_s)` in its time."""
-
-    def __call__(self) -> float: ...
 
 
 class StorageWorker:
@@ -164,7 +155,7 @@ class StorageWorker:
         self._close_backend(end)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, min(end - self._clock(), _MAX_WAIT_S)))
+                thread.join(max(0.0, min(end - self._clock(), MAX_WAIT_S)))
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         with self._lock:
             self._abandoned = len(stuck)
@@ -351,7 +342,7 @@ class StorageWorker:
                     self._wake_at = self._schedule.next_wake()
                     if runnable := self._schedule.runnable():
                         self._work.notify(runnable)
-                    self._wait(self._alarm, self._wake_at - now)
+                    wait_on(self._clock, self._alarm, self._wake_at - now)
                 self._wake_at = -math.inf
                 self._wake()
                 stopping = self._stopping
@@ -371,13 +362,6 @@ class StorageWorker:
                 self._schedule.unpark()
                 self._wake()
 
-    def _wait(self, condition: threading.Condition, timeout_s: float) -> None:
-        wait = getattr(self._clock, "wait", None)
-        if wait is not None:
-            wait(condition, timeout_s)
-        else:
-            condition.wait(min(max(timeout_s, 0.0), _MAX_WAIT_S))
-
     def _wait_quiet(self, quiet: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for `quiet()`, which is asked with the lock held. Needs the lock."""
         end = self._clock() + timeout_s
@@ -385,7 +369,7 @@ class StorageWorker:
             left = end - self._clock()
             if left <= 0:
                 return False
-            self._wait(self._quiet, left)
+            wait_on(self._clock, self._quiet, left)
         return True
 
     def _close_backend(self, end: float) -> None:

@@ -16,38 +16,24 @@ about 16 MiB.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import itertools
-import os
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvstrata.backends.base import (
-    API_VERSION,
-    BackendContext,
-    Health,
-    ObjectId,
-    PageResult,
-    ReadRequest,
-    StorageBackend,
-    WriteRequest,
+from kvstrata.backends.base import API_VERSION, Health, StorageBackend, WriteRequest
+from kvstrata.backends.testing.frames import (
+    HEADER,
+    PAYLOAD,
+    Frames,
+    MakeBackend,
+    at_once,
+    content,
+    expect,
+    expect_frame,
+    opened,
+    require,
 )
 from kvstrata.boundary import Outcome
-
-MakeBackend = Callable[[], StorageBackend]
-
-HEADER = 4096
-PAYLOAD = 32768
-_counter = itertools.count()
-
-
-class ConformanceError(AssertionError):
-    """The backend does not do what the contract demands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,60 +62,6 @@ def run_conformance(make_backend: MakeBackend) -> list[CheckResult]:
     return results
 
 
-def require(condition: object, message: str) -> None:
-    """Raises `ConformanceError` with `message` unless `condition`."""
-    if not condition:
-        raise ConformanceError(message)
-
-
-class Frames:
-    """Objects of one fresh namespace, with reproducible bytes."""
-
-    def __init__(self) -> None:
-        fresh = f"{os.getpid()} {time.time_ns()} {next(_counter)}"
-        self.namespace = hashlib.sha256(fresh.encode()).digest()
-
-    def name(self, i: int) -> ObjectId:
-        return ObjectId(self.namespace, hashlib.sha256(b"key %d" % i).digest())
-
-    def data(self, i: int, nbytes: int = HEADER + PAYLOAD) -> bytes:
-        return random.Random(i).randbytes(nbytes)
-
-    def write(self, i: int, nbytes: int = HEADER + PAYLOAD) -> WriteRequest:
-        """Frame `i`, the first page of a chain, in two buffers."""
-        view = memoryview(self.data(i, nbytes))
-        at = min(HEADER, nbytes // 2)
-        return WriteRequest(self.name(i), None, 0, (view[:at], view[at:]))
-
-    def chained(self, i: int) -> WriteRequest:
-        """Frame `i` as page `i` of one chain."""
-        request = self.write(i)
-        parent = self.name(i - 1) if i else None
-        return WriteRequest(request.object, parent, i, request.buffers)
-
-    def read(self, i: int, *sizes: int) -> ReadRequest:
-        """Frame `i` into fresh buffers of these sizes."""
-        sizes = sizes or (HEADER, PAYLOAD)
-        buffers = tuple(memoryview(bytearray(b"\xee" * size)) for size in sizes)
-        return ReadRequest(self.name(i), buffers)
-
-
-def content(request: ReadRequest) -> bytes:
-    """What a read has left in its buffers."""
-    return b"".join(request.buffers)
-
-
-@contextlib.contextmanager
-def opened(make_backend: MakeBackend, name: str = "conformance") -> Iterator[StorageBackend]:
-    """A backend between `open` and `close`."""
-    backend = make_backend()
-    backend.open(BackendContext(name, {"kv": PAYLOAD}))
-    try:
-        yield backend
-    finally:
-        backend.close(10.0)
-
-
 class BackendTests:
     """Subclass it, and give it the fixture `make_backend`."""
 
@@ -156,12 +88,12 @@ class BackendTests:
         with opened(make_backend) as backend:
             frames = Frames()
             request = frames.write(1)
-            _expect(backend.write([request]), [Outcome.STORED])
+            expect(backend.write([request]), [Outcome.STORED])
             require(
                 b"".join(request.buffers) == frames.data(1), "write changed the buffers it was lent"
             )
             require(backend.exists([frames.name(1)]) == [True], "a stored frame does not exist")
-            _expect_frame(backend, frames, 1)
+            expect_frame(backend, frames, 1)
             backend.delete([frames.name(1)])
 
     def test_odd_sizes(self, make_backend: MakeBackend) -> None:
@@ -169,8 +101,8 @@ class BackendTests:
         with opened(make_backend) as backend:
             frames = Frames()
             for i, size in enumerate(sizes):
-                _expect(backend.write([frames.write(i, size)]), [Outcome.STORED])
-                _expect_frame(backend, frames, i, size)
+                expect(backend.write([frames.write(i, size)]), [Outcome.STORED])
+                expect_frame(backend, frames, i, size)
             backend.delete([frames.name(i) for i in range(len(sizes))])
 
     def test_gather_and_scatter_lists(self, make_backend: MakeBackend) -> None:
@@ -180,9 +112,9 @@ class BackendTests:
             data = memoryview(frames.data(1, 3 * pieces))
             parts = tuple(data[3 * i : 3 * i + 3] for i in range(pieces))
             request = WriteRequest(frames.name(1), None, 0, parts)
-            _expect(backend.write([request]), [Outcome.STORED])
+            expect(backend.write([request]), [Outcome.STORED])
             read = frames.read(1, *[5] * (3 * pieces // 5))
-            _expect(backend.read([read]), [Outcome.LOADED])
+            expect(backend.read([read]), [Outcome.LOADED])
             require(content(read) == data, "a gathered frame came back with other bytes")
             backend.delete([frames.name(1)])
 
@@ -191,15 +123,15 @@ class BackendTests:
             frames = Frames()
             first, other = frames.write(1), frames.write(2)
             second = WriteRequest(first.object, None, 0, other.buffers)
-            _expect(backend.write([first]), [Outcome.STORED])
-            _expect(backend.write([second]), [Outcome.EXISTS])
-            _expect_frame(backend, frames, 1)
+            expect(backend.write([first]), [Outcome.STORED])
+            expect(backend.write([second]), [Outcome.EXISTS])
+            expect_frame(backend, frames, 1)
             backend.delete([frames.name(1)])
 
     def test_missing(self, make_backend: MakeBackend) -> None:
         with opened(make_backend) as backend:
             frames = Frames()
-            _expect(backend.read([frames.read(1)]), [Outcome.MISSING])
+            expect(backend.read([frames.read(1)]), [Outcome.MISSING])
             require(backend.exists([frames.name(1)]) == [False], "what was never stored exists")
             require(backend.delete([frames.name(1)]) == [False], "deleted what was not there")
 
@@ -220,7 +152,7 @@ class BackendTests:
             frames = Frames()
             backend.write([frames.write(1)])
             read = frames.read(1, HEADER)
-            _expect(backend.read([read]), [Outcome.LOADED])
+            expect(backend.read([read]), [Outcome.LOADED])
             require(content(read) == frames.data(1)[:HEADER], "wrong first bytes")
             backend.delete([frames.name(1)])
 
@@ -230,9 +162,9 @@ class BackendTests:
             backend.write([frames.write(1), frames.write(2)])
             gone = backend.delete([frames.name(1), frames.name(3), frames.name(2)])
             require(gone == [True, False, True], f"delete says {gone}")
-            _expect(backend.read([frames.read(1)]), [Outcome.MISSING])
-            _expect(backend.write([frames.write(1)]), [Outcome.STORED])
-            _expect_frame(backend, frames, 1)
+            expect(backend.read([frames.read(1)]), [Outcome.MISSING])
+            expect(backend.write([frames.write(1)]), [Outcome.STORED])
+            expect_frame(backend, frames, 1)
             backend.delete([frames.name(1)])
 
     # ── batches ──────────────────────────────────────────────────────────────────────────────────
@@ -247,10 +179,10 @@ class BackendTests:
     def test_one_result_a_page_in_order(self, make_backend: MakeBackend) -> None:
         with opened(make_backend) as backend:
             frames, there = Frames(), [0, 2, 5]
-            _expect(backend.write([frames.write(i) for i in there]), [Outcome.STORED] * 3)
+            expect(backend.write([frames.write(i) for i in there]), [Outcome.STORED] * 3)
             reads = [frames.read(i) for i in range(6)]
             outcomes = [Outcome.LOADED if i in there else Outcome.MISSING for i in range(6)]
-            _expect(backend.read(reads), outcomes)
+            expect(backend.read(reads), outcomes)
             for i in there:
                 require(content(reads[i]) == frames.data(i), f"page {i} has other bytes")
             found = backend.exists([frames.name(i) for i in range(6)])
@@ -261,9 +193,9 @@ class BackendTests:
         with opened(make_backend) as backend:
             frames, count = Frames(), min(backend.max_batch, 128)
             chain = [frames.chained(i) for i in range(count)]
-            _expect(backend.write(chain), [Outcome.STORED] * count)
+            expect(backend.write(chain), [Outcome.STORED] * count)
             reads = [frames.read(i) for i in range(count)]
-            _expect(backend.read(reads), [Outcome.LOADED] * count)
+            expect(backend.read(reads), [Outcome.LOADED] * count)
             require(
                 all(content(read) == frames.data(i) for i, read in enumerate(reads)),
                 "a page of a large batch has other bytes",
@@ -287,8 +219,8 @@ class BackendTests:
             backend.write([one.write(1)])
             require(backend.exists([other.name(1)]) == [False], "a frame of another namespace")
             second = WriteRequest(other.name(1), None, 0, one.write(2).buffers)
-            _expect(backend.write([second]), [Outcome.STORED])
-            _expect_frame(backend, one, 1)
+            expect(backend.write([second]), [Outcome.STORED])
+            expect_frame(backend, one, 1)
             backend.delete([one.name(1), other.name(1)])
 
     # ── what is there ────────────────────────────────────────────────────────────────────────────
@@ -324,10 +256,10 @@ class BackendTests:
 
             def work(thread: int) -> None:
                 for i in range(thread * each, (thread + 1) * each):
-                    _expect(backend.write([frames.write(i)]), [Outcome.STORED])
-                    _expect_frame(backend, frames, i)
+                    expect(backend.write([frames.write(i)]), [Outcome.STORED])
+                    expect_frame(backend, frames, i)
 
-            _at_once(threads, work)
+            at_once(threads, work)
             backend.delete([frames.name(i) for i in range(threads * each)])
 
     def test_one_winner_a_name(self, make_backend: MakeBackend) -> None:
@@ -341,11 +273,11 @@ class BackendTests:
                 request = WriteRequest(frames.name(99), None, 0, buffers)
                 outcomes.append(backend.write([request])[0].outcome)
 
-            _at_once(threads, work)
+            at_once(threads, work)
             require(outcomes.count(Outcome.STORED) == 1, f"outcomes of one name: {outcomes}")
             require(outcomes.count(Outcome.EXISTS) == threads - 1, f"outcomes: {outcomes}")
             read = frames.read(99)
-            _expect(backend.read([read]), [Outcome.LOADED])
+            expect(backend.read([read]), [Outcome.LOADED])
             whole = {frames.data(thread) for thread in range(threads)}
             require(content(read) in whole, "the frame is a mixture of two writes")
             backend.delete([frames.name(99)])
@@ -369,39 +301,7 @@ class BackendTests:
                     read = frames.read(1)
                     result = backend.read([read])[0]
                     if result.outcome is not Outcome.MISSING:
-                        _expect([result], [Outcome.LOADED])
+                        expect([result], [Outcome.LOADED])
                         require(content(read) == frames.data(1), "a reader saw an unfinished frame")
 
-            _at_once(3, work)
-
-
-def _expect(results: Sequence[PageResult], outcomes: Sequence[Outcome]) -> None:
-    require(len(results) == len(outcomes), f"{len(results)} results for {len(outcomes)} requests")
-    found = [result.outcome for result in results]
-    if found != list(outcomes):
-        messages = "; ".join(sorted({r.message for r in results if r.message}))
-        expected, given = [o.value for o in outcomes], [o.value for o in found]
-        raise ConformanceError(f"expected {expected}, got {given} {messages}")
-
-
-def _expect_frame(
-    backend: StorageBackend, frames: Frames, i: int, nbytes: int = HEADER + PAYLOAD
-) -> None:
-    read = frames.read(i, nbytes // 2, nbytes - nbytes // 2)
-    results = backend.read([read])
-    _expect(results, [Outcome.LOADED])
-    require(results[0].nbytes == nbytes, f"{results[0].nbytes} bytes were filled, not {nbytes}")
-    require(content(read) == frames.data(i, nbytes), "a frame came back with other bytes")
-
-
-def _at_once(threads: int, work: Callable[[int], None]) -> None:
-    """Run `work(0)` … `work(threads - 1)`, all started together."""
-    barrier = threading.Barrier(threads)
-
-    def start(thread: int) -> None:
-        barrier.wait(10)
-        work(thread)
-
-    with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(start, thread) for thread in range(threads)]:
-            future.result()
+            at_once(3, work)
