@@ -13,7 +13,7 @@ TRACE  ?= ../shared/traces/conversation.jsonl
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format replay-full clean
+.PHONY: help setup run test check format replay-full gpu gpu-correct clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,6 +53,13 @@ replay-full: setup ## Replay a whole trace in each replay configuration (TRACE=â
 	  $(BIN)/kvstrata replay --config "configs/replay-$$name.toml" --trace "$(TRACE)" \
 	    --batch 1 --decode none || exit $$?; \
 	done
+
+GPU_PYTHON ?= $(BIN)/python
+
+gpu-correct: ## What needs a GPU: order and bytes (GPU_PYTHON=python3 uses another Python)
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m cuda tests -p no:cacheprovider
+
+gpu: gpu-correct ## Everything that needs a GPU, in parts of a few minutes each
 
 clean: ## Remove what was made, but not .venv and not var
 	rm -rf build dist *.egg-info src/*.egg-info .mypy_cache .ruff_cache .pytest_cache \

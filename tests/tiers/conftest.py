@@ -23,12 +23,15 @@ from kvstrata.backends.memory import MemoryBackend, MemoryOptions
 from kvstrata.boundary import Outcome
 from kvstrata.gpu_runtime import (
     ComponentSpec,
+    CpuDevice,
+    Device,
     ForwardContext,
     ForwardResult,
     ForwardRow,
     LocalGPURuntime,
     OracleRunner,
     RuntimeSettings,
+    Timeline,
 )
 from kvstrata.handles import StagingMode, Tier
 from kvstrata.staging import StagingSettings
@@ -216,11 +219,13 @@ def make_small() -> Iterator[MakeSmall]:
         with_l3: bool = True,
         deadlines: Deadlines | None = None,
         max_rows: int = 16,
+        make_device: Callable[[Timeline], Device] = CpuDevice,
+        runner: GatedRunner | None = None,
         **scheduler: Any,
     ) -> Small:
         components = (KV, INDEX) if two_pools else (KV,)
         backend = backend or FaultyBackend()
-        runner = GatedRunner()
+        runner = runner or GatedRunner()
         worker = None
         if with_l3:
             context = BackendContext("store", {c.name: c.page_bytes(PAGE) for c in components})
@@ -235,7 +240,7 @@ def make_small() -> Iterator[MakeSmall]:
             staging=StagingSettings(total_bytes=l2 * stride),
             mode=StagingMode(mode),
         )
-        runtime = LocalGPURuntime(settings, runner, worker)
+        runtime = LocalGPURuntime(settings, runner, worker, make_device=make_device)
         cache = CacheControl(
             TreeCore(policy_class("eviction", "lru")(), 10**6),
             policy_class("write", "write_through")(),
@@ -263,3 +268,8 @@ def make_small() -> Iterator[MakeSmall]:
         ):
             gate.open()
         small.runtime.close(10)
+
+
+@pytest.fixture
+def gated_runner() -> GatedRunner:
+    return GatedRunner()

@@ -1,0 +1,184 @@
+"""Order on a real GPU: slow kernels planted on each side of every copy, under memory pressure.
+
+Needs an NVIDIA GPU (`make gpu-correct`).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, ForwardContext, ForwardRow
+from kvstrata.handles import Tier
+from kvstrata.tiers import RequestState
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+
+PAGE = 4
+SPIN = 20_000_000
+"""Cycles of a planted spin kernel: about 10 ms."""
+
+
+def pages(*names: int) -> list[int]:
+    return [name * PAGE + i for name in names for i in range(PAGE)]
+
+
+def cuda_device(timeline: Any) -> Any:
+    from kvstrata.gpu_runtime.cuda import CudaDevice
+
+    return CudaDevice(timeline)
+
+
+def plant_slow_copies(small: Any, rng: random.Random, cycles: int) -> None:
+    """Spin on the copy streams before (and after) the bytes move, at random."""
+    for pool in small.runtime.core.pools.values():
+        for name in ("gather", "scatter"):
+            real = getattr(pool, name)
+
+            def slow(*args: Any, real: Any = real) -> None:
+                if rng.random() < 0.5:
+                    torch.cuda._sleep(rng.randrange(cycles))
+                real(*args)
+                if rng.random() < 0.5:
+                    torch.cuda._sleep(rng.randrange(cycles))
+
+            setattr(pool, name, slow)
+
+
+@pytest.fixture
+def slow_runner(gated_runner: Any) -> Any:
+    """Spins on the compute stream before it reads and before it writes."""
+    rng = random.Random(1)
+    gated_runner.cycles = 2_000_000
+    for name in ("_verify", "_compute"):
+        real = getattr(gated_runner, name)
+
+        def slow(row: ForwardRow, keys: bytes, context: ForwardContext, real: Any = real) -> Any:
+            torch.cuda._sleep(rng.randrange(gated_runner.cycles))
+            return real(row, keys, context)
+
+        setattr(gated_runner, name, slow)
+    return gated_runner
+
+
+@pytest.mark.parametrize("mode", ["cache", "buffer_only"])
+def test_a_thousand_rounds_under_memory_pressure(
+    make_small: Any, slow_runner: Any, mode: str, seed: int
+) -> None:
+    """B052, B053, B054: slow kernels before reads, before writes, and around copies; tiny tiers,
+    so that every page is reused at once. A missing wait shows as a wrong byte."""
+    rng = random.Random(seed)
+    small = make_small(
+        l1=24, l2=12, mode=mode, max_batch=3, make_device=cuda_device, runner=slow_runner
+    )
+    slow_runner.cycles = 400_000
+    plant_slow_copies(small, rng, 400_000)
+    prompts = [
+        [*pages(*[rng.randrange(3) for _ in range(rng.randrange(1, 8))]), i] for i in range(1000)
+    ]
+    for i, prompt in enumerate(prompts):
+        small.submit(prompt, max_new_tokens=rng.randrange(1, 4))
+        if i % 4 == 0:
+            small.step_until(lambda: small.scheduler.waiting < 12)
+    small.run()
+    small.check_no_leak()
+    assert len(small.results) == 1000
+    assert all(r.state is RequestState.FINISHED for r in small.results.values())
+    assert small.scheduler.counters["pages_verified"] > 1000
+
+
+@pytest.mark.parametrize("mode", ["cache", "buffer_only"])
+def test_hits_from_each_tier(make_small: Any, mode: str) -> None:
+    small = make_small(mode=mode, make_device=cuda_device)
+    prompt = pages(1, 2, 3, 4, 5)
+    small.ask([*prompt, 1])
+    assert small.hits(small.ask([*prompt, 2])) == (5, 0, 0)
+    small.drop_tier(Tier.L1)
+    small.drop_tier(Tier.L2)
+    assert small.hits(small.ask([*prompt, 4])) == (0, 0, 5)
+    assert small.ask(prompt).page_hits == 5
+    small.check_no_leak()
+
+
+def test_backup_waits_for_a_slow_kernel(make_small: Any, slow_runner: Any) -> None:
+    """B052: the kernel that writes the pages spins; the backup holds the new bytes all the same."""
+    small = make_small(make_device=cuda_device, runner=slow_runner)
+    slow_runner.cycles = SPIN
+    small.ask(pages(1, 2, 3))
+    small.drop_tier(Tier.L1)
+    assert small.hits(small.ask([*pages(1, 2, 3), 1]))[1] == 3
+
+
+def test_copies_run_beside_compute(make_small: Any, slow_runner: Any) -> None:
+    """The H2D of batch N+1 starts before the compute of N has ended, on the GPU's own clock."""
+    small = make_small(max_batch=1, make_device=cuda_device, runner=slow_runner)
+    small.ask(pages(1, 2, 3))
+    small.drop_tier(Tier.L1)
+    slow_runner.cycles = 10 * SPIN
+    small.submit(pages(8, 9))
+    small.submit([*pages(1, 2, 3), 1])
+    small.run()
+    share = small.runtime.hidden_share()
+    assert share is not None
+    assert share > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_gather_and_scatter_are_bit_exact(dtype: str, layout: str, heads: int, seed: int) -> None:
+    """B102: random bytes (NaN payloads and all), random pages, contiguous and not."""
+    rng = np.random.default_rng(seed)
+    spec = ComponentSpec("kv", 3, heads, 20, dtype, layout)
+    pool = ComponentPool(spec, 50, 16, torch.device("cuda"))
+    pool.host_chunk_pages = 7
+    data = torch.from_numpy(rng.integers(0, 256, pool.data.shape, np.uint8))
+    pool.data.copy_(data)
+    stride = -(-pool.page_bytes // 4096) * 4096
+    for slots in (np.arange(5, 25), rng.permutation(40)[:20]):
+        host = np.zeros((40, stride), np.uint8)
+        chosen = rng.permutation(50)[:20].astype(np.int64)
+        pool.gather(torch.from_numpy(chosen).cuda(), host, slots.astype(np.int64))
+        torch.cuda.synchronize()
+        want = data[:, chosen].transpose(0, 1).reshape(20, -1).numpy()
+        assert (host[slots, : pool.page_bytes] == want).all()
+        other = ComponentPool(spec, 50, 16, torch.device("cuda"))
+        other.host_chunk_pages = 7
+        target = rng.permutation(50)[:20].astype(np.int64)
+        other.scatter(torch.from_numpy(target).cuda(), host, slots.astype(np.int64))
+        torch.cuda.synchronize()
+        assert (other.data[:, target].cpu() == data[:, chosen]).all()
+
+
+def test_replay_on_the_gpu(tmp_path: Path) -> None:
+    """The shipped trace through the CLI's own function, all three tiers."""
+    from kvstrata.configs import load_config
+    from kvstrata.tools.replay import run_replay
+    from kvstrata.tools.trace import shipped_trace
+
+    root = Path(__file__).resolve().parents[2]
+    for name in ("local", "buffer-only"):
+        overrides = ["device.kind=cuda", f"backends.disk.options.path={tmp_path / name}"]
+        config = load_config(root / f"configs/{name}.toml", overrides)
+        first = run_replay(config, shipped_trace())
+        assert (first.page_hits, first.pages_mismatched) == (402, 0)
+        second = run_replay(config, shipped_trace())
+        assert (second.page_hits, second.pages_mismatched) == (575, 0)
+
+
+def test_sequence_of_runtimes_leaves_the_gpu_usable(make_small: Any) -> None:
+    """Pinned memory is registered and given back each time."""
+    for _ in range(3):
+        small = make_small(make_device=cuda_device)
+        small.ask(pages(1, 2))
+        small.runtime.close(10)
+        assert torch.cuda.is_available()
