@@ -118,14 +118,18 @@ def test_backup_waits_for_a_slow_kernel(make_small: Any, slow_runner: Any) -> No
     assert small.hits(small.ask([*pages(1, 2, 3), 1]))[1] == 3
 
 
-def test_copies_run_beside_compute(make_small: Any, slow_runner: Any) -> None:
-    """The H2D of batch N+1 starts before the compute of N has ended, on the GPU's own clock."""
-    small = make_small(max_batch=1, make_device=cuda_device, runner=slow_runner)
+def test_copies_run_beside_compute(make_small: Any) -> None:
+    """The H2D of batch N+1 runs before the compute of N has ended, on the GPU's own clock."""
+    small = make_small(max_batch=1, make_device=cuda_device)
     small.ask(pages(1, 2, 3))
     small.drop_tier(Tier.L1)
-    slow_runner.cycles = 10 * SPIN
+    small.runner.gate.shut()
     small.submit(pages(8, 9))
+    small.step_until(lambda: small.scheduler.calls["execute_batch"] == 2)
+    small.runner.gate.wait_arrival()
     small.submit([*pages(1, 2, 3), 1])
+    small.step_until(lambda: "h2d" in small.runtime.transfers())
+    small.runner.gate.open()
     small.run()
     share = small.runtime.hidden_share()
     assert share is not None
