@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvstrata.boundary import KEY_BYTES
+from kvstrata.errors import CapacityError
 from kvstrata.handles import StagingMode, Tier
 from kvstrata.tiers.cache import CacheControl
 from kvstrata.tiers.node import L3State, Node
@@ -58,6 +59,17 @@ class Admission:
         """L1 pages that it can need at most: all positions, and a private copy of one page."""
         return -(-request.max_kv // request.chain.page_tokens) + 1
 
+    def check_fits(self, request: Request, max_context_tokens: int) -> None:
+        """Raise CapacityError for a request that could never be admitted."""
+        need, room = self.footprint(request), self._cache.rooms[Tier.L1]
+        if need > room.total:
+            raise CapacityError("L1, for one request", need=need, free=room.total, freeing=0)
+        positions = request.prompt_tokens + request.max_new_tokens
+        if positions > max_context_tokens:
+            raise CapacityError(
+                "positions of one row", need=positions, free=max_context_tokens, freeing=0
+            )
+
     def look_up(self, request: Request) -> None:
         """Ask L3 for the pages behind those that the tree knows."""
         keys = request.prompt_keys()
@@ -89,13 +101,13 @@ class Admission:
         if path is None or self._is_made_elsewhere(request, path):
             return Verdict.SHARED
         footprint = self.footprint(request)
-        if self._footprint + footprint > cache.room[Tier.L1].total:
+        if self._footprint + footprint > cache.rooms[Tier.L1].total:
             return Verdict.NO_ROOM
         target = self._target(path)
         missing = _missing(path, target)
         l2_pages = self._l2_need(path) if target is Tier.L2 else 0
         to_l1 = sum(n.page_count for m in missing for n in m.nodes) if target is Tier.L1 else 0
-        room = cache.room[Tier.L1]
+        room = cache.rooms[Tier.L1]
         if to_l1 > room.free + room.freeing + tree.evictable(Tier.L1):
             return Verdict.NO_ROOM
         if l2_pages and self._l2_pages + l2_pages > self._l2_limit():
@@ -121,7 +133,7 @@ class Admission:
         lead = next((i for i, node in enumerate(path) if not node.l1), len(path))
         rest = sum(node.page_count for node in path[lead:])
         tokens = request.chain.page_tokens
-        allowed = self._restore.restored(rest, tokens, self._cache.status)
+        allowed = self._restore.restored(rest, tokens, self._cache.rooms.status)
         while path[lead:] and sum(node.page_count for node in path[lead:]) > allowed:
             path = path[:-1]
         return path
@@ -156,7 +168,7 @@ class Admission:
     def _l2_limit(self) -> int:
         """The most pages in L2 that requests may lock: a backup must always fit beside them, or
         pages in L1 could wait for room in L2 that is held for requests that wait for L1."""
-        room = self._cache.room[Tier.L2]
+        room = self._cache.rooms[Tier.L2]
         return room.total - room.reserve - self._cache.move_pages
 
     def _admit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstrata.boundary import (
     Action,
@@ -36,6 +36,7 @@ from kvstrata.errors import IntegrityError
 from kvstrata.handles import Extents, StagingMode, Tier, page_count, slice_extents
 from kvstrata.tiers.node import L3State, Node
 from kvstrata.tiers.policies import WritePolicy
+from kvstrata.tiers.rooms import Rooms
 from kvstrata.tiers.tree import TreeCore
 
 MAX_MOVE_PAGES = 64
@@ -52,17 +53,6 @@ class Deadlines:
     store_s: float = 60.0
     load_s: float = 30.0
     lookup_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class TierRoom:
-    """Pages of one tier, the least over its pools."""
-
-    total: int = 0
-    free: int = 0
-    freeing: int = 0
-    waiting: int = 0
-    reserve: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +96,7 @@ class CacheControl:
         self._backups: dict[int, _PendingBackup] = {}
         self._loads: dict[int, _PendingLoad] = {}
         self._others: set[int] = set()
-        self.status: StatusReport | None = None
-        self.room: dict[Tier, TierRoom] = {Tier.L1: TierRoom(), Tier.L2: TierRoom()}
+        self.rooms = Rooms()
         self.counters: Counter[str] = Counter()
         """evicted_l1, evicted_l2, evicted_l3, backup_failed_<cause>, prefetch_short_<cause>,
         duplicate_pages, degraded."""
@@ -156,12 +145,7 @@ class CacheControl:
     def _take(self, tier: Tier, pages: int, keep: int = 0) -> None:
         """An action is going to take `pages` pages of a tier: make room for it, and remember."""
         self.outbox.extend(self.evict_for(tier, pages + keep))
-        self.note_taken(tier, pages)
-
-    def note_taken(self, tier: Tier, pages: int) -> None:
-        """`pages` pages are taken, as the next report of the runtime will say."""
-        room = self.room[tier]
-        self.room[tier] = replace(room, free=room.free - pages)
+        self.rooms.note_taken(tier, pages)
 
     def free(self, extents: Extents) -> Free:
         """Give a claim up; the action is returned, not queued."""
@@ -171,17 +155,16 @@ class CacheControl:
 
     def evict_for(self, tier: Tier, need: int) -> list[Free]:
         """Evict until `need` pages of a tier are free or on their way to be, as far as it goes."""
-        room = self.room[tier]
-        pages = need - room.free - room.freeing
+        pages = self.rooms.lacks(tier, need)
         victims = self.tree.evict(tier, pages) if pages > 0 else []
         gone = sum(page_count(extents) for _, extents in victims)
         self.counters[f"evicted_{tier.name.lower()}"] += gone
-        self.room[tier] = replace(room, freeing=room.freeing + gone)
+        self.rooms.note_freed(tier, gone)
         return [self.free(extents) for _, extents in victims]
 
     def make_l2_room(self) -> None:
         """Evict from L2 what the runtime says it lacks for queued loads and writes."""
-        room = self.room[Tier.L2]
+        room = self.rooms[Tier.L2]
         if room.waiting and self.mode is StagingMode.CACHE:
             self.outbox.extend(self.evict_for(Tier.L2, room.free + room.waiting))
 
@@ -213,7 +196,7 @@ class CacheControl:
     @property
     def move_pages(self) -> int:
         """The most pages of a node that is new: its backup must fit into L2 beside another."""
-        room = self.room[Tier.L2]
+        room = self.rooms[Tier.L2]
         if self.mode is StagingMode.BUFFER_ONLY:
             return MAX_MOVE_PAGES
         return max(1, min(MAX_MOVE_PAGES, (room.total - room.reserve) // 2))
@@ -249,7 +232,7 @@ class CacheControl:
         else:
             if node.l3 is L3State.NONE:
                 self.tree.set_l3(node, L3State.COPYING)
-            self._take(Tier.L2, node.page_count, self.room[Tier.L2].reserve)
+            self._take(Tier.L2, node.page_count, self.rooms[Tier.L2].reserve)
         self._backups[action_id] = _PendingBackup(node, node.page_count, target)
         source = node.l2 if ready is Tier.L2 else node.l1
         self.outbox.append(
@@ -288,7 +271,7 @@ class CacheControl:
         """Any event but BatchDone, which is the scheduler's."""
         match event:
             case StatusReport():
-                self._note_status(event)
+                self.rooms.note_status(event)
             case Located():
                 self._lookups.pop(event.action_id)(event.n)
             case PrefetchReady():
@@ -307,19 +290,6 @@ class CacheControl:
                 self.counters["degraded"] += 1
             case _:
                 raise IntegrityError(f"not an event of the cache: {event}")
-
-    def _note_status(self, status: StatusReport) -> None:
-        self.status = status
-        for tier in (Tier.L1, Tier.L2):
-            pools = [c for c in status.capacity if c.tier is tier]
-            if pools:
-                self.room[tier] = TierRoom(
-                    min(c.total for c in pools),
-                    min(c.free for c in pools),
-                    min(c.freeing for c in pools),
-                    max(c.waiting for c in pools),
-                    max(c.reserve for c in pools),
-                )
 
     def _failed(self, event: ActionFailed) -> None:
         if event.action_id in self._lookups:

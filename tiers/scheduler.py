@@ -100,12 +100,7 @@ class Scheduler:
             store=store,
             now_s=self._clock(),
         )
-        need, room = self.admission.footprint(request), self.cache.room[Tier.L1]
-        if need > room.total:
-            raise CapacityError("L1, for one request", need=need, free=room.total, freeing=0)
-        positions, most = request.prompt_tokens + max_new_tokens, self.settings.max_context_tokens
-        if positions > most:
-            raise CapacityError("positions of one row", need=positions, free=most, freeing=0)
+        self.admission.check_fits(request, self.settings.max_context_tokens)
         self._next_id += 1
         self._requests[request.request_id] = request
         self._queue.append(request)
@@ -128,6 +123,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
+        """Requests that have not ended."""
         return len(self._requests)
 
     @property
@@ -236,7 +232,7 @@ class Scheduler:
     def _may_take(self, pages: int) -> bool:
         """After a batch did not fit: wait while pages that are being freed are all that it lacks.
         When they would not do, eviction must (`_send_batch`)."""
-        room = self.cache.room[Tier.L1]
+        room = self.cache.rooms[Tier.L1]
         return not self._memory_short or not room.free < pages <= room.free + room.freeing
 
     def _send_batch(self, rows: list[PlannedRow]) -> bool:
@@ -267,7 +263,7 @@ class Scheduler:
         if not rows:
             return False
         self._memory_short = False
-        cache.note_taken(Tier.L1, need)
+        cache.rooms.note_taken(Tier.L1, need)
         self.calls["execute_batch"] += 1
         self.calls["batches"] += 1
         ticket = self._runtime.execute_batch(prepared)
@@ -387,11 +383,11 @@ class Scheduler:
         self._stage(self._queue.popleft())
 
     def describe(self) -> str:
-        """One line for error messages."""
+        """One line for errors."""
         states = Counter(r.state.value for r in self._requests.values())
         return (
             f"requests {dict(states)}, batches {len(self._batches)}, "
-            f"actions {self.cache.in_flight}, room {self.cache.room}"
+            f"actions {self.cache.in_flight}, room {self.cache.rooms}"
         )
 
     def check_integrity(self) -> None:
