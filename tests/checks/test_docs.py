@@ -71,3 +71,22 @@ def test_broken_links_are_found(tmp_path: Path, text: str, broken: list[str]) ->
     page = tmp_path / "here.md"
     page.write_text(f"# A `part` of it!\n\n{text}\n")
     assert _broken(page) == broken
+
+
+def test_readme_shows_the_plugin_of_the_documentation(root: Path) -> None:
+    """That one is run through the conformance suite (tests/backends/test_plugin_docs.py)."""
+    blocks = {}
+    for name in ("README.md", "docs/plugins.md"):
+        found = re.findall(r"```python\n(.*?)```", (root / name).read_text(), re.DOTALL)
+        blocks[name] = [block for block in found if "class DictStore" in block]
+    assert len(blocks["README.md"]) == 1
+    assert blocks["README.md"] == blocks["docs/plugins.md"]
+
+
+def test_readme_config_is_valid(root: Path, tmp_path: Path) -> None:
+    from kvstrata.configs import load_config
+
+    [text] = re.findall(r"```toml\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    path = tmp_path / "readme.toml"
+    path.write_text(text)
+    assert load_config(path).l3.backend == "disk"
