@@ -110,14 +110,14 @@ class BatchEngine:
         part.restore = target
 
         def done(error: str) -> None:
-            part.restore_error = error
             if not error:
                 for name, pages in target.items():
                     core.tables[name].ready(pages)
             core.staging.give_back(source)
             core.settle_frees()
 
-        batch.waits.append(self.copies.h2d(source, target, done))
+        part.copy = self.copies.h2d(source, target, done)
+        batch.waits.append(part.copy.event)
 
     # ── execute ──────────────────────────────────────────────────────────────────────────────────
 
@@ -138,7 +138,7 @@ class BatchEngine:
     # ── finish ───────────────────────────────────────────────────────────────────────────────────
 
     def _computed(self, batch: Batch) -> None:
-        """On the compute stream, before the next batch runs."""
+        """On a thread of the device; later batches may run already, or even have run."""
         with self.core.callback():
             if not batch.ended:
                 self._finish(batch)
@@ -163,11 +163,10 @@ class BatchEngine:
         row.batches -= 1
         first = row.handed_pages
         extents: Extents = ()
-        n_valid = row.kv_len // self.page_tokens
+        n_valid = part.kv_len // self.page_tokens
         if part.status is RowStatus.OK:
-            extents = self._hand_over(row)
+            extents = self._hand_over(row, part.kv_len)
         elif part.status is RowStatus.NEEDS_RECOMPUTE:
-            row.finished = True
             n_valid = row.attached_pages - page_set_count(part.restore)
         result = RowResult(
             handle=row.handle,
@@ -175,16 +174,16 @@ class BatchEngine:
             first_page_index=first,
             extents=extents,
             sampled=np.asarray(part.sampled, np.int32).tobytes(),
-            finished=row.finished or row.aborted,
+            finished=part.finished,
             n_valid_pages=n_valid,
         )
         if row.released and row.batches == 0:
             self._drop_row(row)
         return result
 
-    def _hand_over(self, row: Row) -> Extents:
-        """Full pages that control has no claim on yet, as extents that it owns from now on."""
-        full = max(row.kv_len // self.page_tokens, row.attached_pages)
+    def _hand_over(self, row: Row, kv_len: int) -> Extents:
+        """Full pages up to `kv_len` that control has no claim on yet, as extents that it owns."""
+        full = max(kv_len // self.page_tokens, row.attached_pages)
         for name, pages in row.hand.items():
             self.core.tables[name].ready(pages[max(row.handed_pages, row.attached_pages) : full])
         given = part_of(row.hand, row.handed_pages, full)
@@ -220,6 +219,6 @@ class BatchEngine:
         """At shutdown: every batch that did not end gets its event."""
         for batch in list(self._batches.values()):
             for part in batch.parts:
-                part.status = RowStatus.ABORTED
+                part.status, part.finished = RowStatus.ABORTED, True
                 part.row.released = False  # a copy that is stuck may still write its pages
             self._finish(batch)

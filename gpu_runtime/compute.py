@@ -11,6 +11,7 @@ from kvstrata.gpu_runtime.base import Event, ForwardContext, ForwardRow, ModelRu
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.req_to_token import ReqToToken
 from kvstrata.gpu_runtime.rows import Row
+from kvstrata.gpu_runtime.transfers import Copy
 
 
 @dataclass(eq=False, slots=True)
@@ -27,11 +28,16 @@ class Part:
     stop_index: int = 0
     """Page index behind the last page of this part."""
     restore: PageSet = field(default_factory=dict)
-    restore_error: str = ""
+    copy: Copy | None = None
+    """What fills `restore`."""
     opened: bool = False
     private_copy: bool = False
     sampled: list[int] = field(default_factory=list)
     status: RowStatus = RowStatus.OK
+    kv_len: int = 0
+    """Of the row, when the batch had run. The row itself may be further by the time the host hears
+    that the batch has ended: the next one runs already. So is `finished`."""
+    finished: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +87,9 @@ class Compute:
             for part in batch.parts:
                 part.status = RowStatus.ABORTED
                 part.row.aborted = True
+        for part in batch.parts:
+            part.kv_len = part.row.kv_len
+            part.finished = part.row.finished or part.row.aborted
         batch.compute_s = time.monotonic() - started
         self.core.prefill_tokens += prefilled
         self.core.prefill_s += batch.compute_s if prefilled else 0.0
@@ -91,8 +100,9 @@ class Compute:
             part.status = RowStatus.ABORTED
         elif row.finished:
             part.status = RowStatus.MASKED
-        elif part.restore_error:
+        elif part.copy is not None and part.copy.error:
             part.status = RowStatus.NEEDS_RECOMPUTE
+            row.finished = True  # now, not when the host hears of it: batches behind mask the row
         if part.status is not RowStatus.OK:
             return
         if part.private_copy:

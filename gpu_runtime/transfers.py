@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,27 +19,36 @@ CHUNK_PAGES = 64
 """Most pages of one storage job and of one step through the window."""
 
 
+@dataclass(eq=False, slots=True)
+class Copy:
+    """A copy under way. `error` is set, if at all, before `event` is reached: work that waited for
+    the event may look at it, long before the host's callback ran."""
+
+    error: str = ""
+    event: Event = field(init=False)
+
+
 class Copies:
     """The two copies between host and device pages, ordered by events."""
 
     def __init__(self, core: RuntimeCore) -> None:
         self._core = core
 
-    def d2h(self, source: PageSet, target: Slots, done: Callable[[str], None]) -> Event:
+    def d2h(self, source: PageSet, target: Slots, done: Callable[[str], None]) -> Copy:
         """Gather device pages into host pages. `done("")` or `done(error)` follows under the lock,
         from a device thread; the caller keeps both sides held until then."""
         return self._copy(source, target, done, out=True)
 
-    def h2d(self, source: Slots, target: PageSet, done: Callable[[str], None]) -> Event:
+    def h2d(self, source: Slots, target: PageSet, done: Callable[[str], None]) -> Copy:
         """Scatter host pages into device pages; otherwise as `d2h`."""
         return self._copy(target, source, done, out=False)
 
     def _copy(
         self, device_pages: PageSet, host_pages: Slots, done: Callable[[str], None], *, out: bool
-    ) -> Event:
+    ) -> Copy:
         core = self._core
         stream = core.device.d2h if out else core.device.h2d
-        errors: list[str] = []
+        state = Copy()
         # Index tensors live in this closure until the copy has ended.
         jobs = [
             (pool, pages, torch.from_numpy(pages), core.staging.array(name), host_pages[name])
@@ -52,18 +62,18 @@ class Copies:
                     copy = pool.gather if out else pool.scatter
                     copy(index.to(pool.data.device), host, slots)
             except Exception as exc:  # noqa: BLE001 - a failed copy is a failed page, not a crash
-                errors.append(f"{type(exc).__name__}: {exc}")
+                state.error = f"{type(exc).__name__}: {exc}"
 
         nbytes = sum(len(pages) * pool.page_bytes for pool, pages, *_ in jobs)
         stream.enqueue(work, nbytes)
-        event = stream.record()
+        state.event = stream.record()
 
         def finish() -> None:
             with core.callback():
-                done("; ".join(errors))
+                done(state.error)
 
-        event.on_complete(finish)
-        return event
+        state.event.on_complete(finish)
+        return state
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:
