@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstrata.backends.base import PageResult
-from kvstrata.backends.jobs import Job, Operation
+from kvstrata.backends.jobs import Chunk, Job, Operation
 from kvstrata.boundary import Outcome
 
+_UNWELL = (Outcome.ERROR, Outcome.ACCESS, Outcome.UNAVAILABLE)
+_NOT_DONE = (*_UNWELL, Outcome.PARENT_MISSING)
 _MOVED = (Outcome.LOADED, Outcome.STORED)
 
 
@@ -25,6 +27,19 @@ class Counters:
         self.late_pages = 0
         self.corrupt_deleted = 0
         self.callback_errors = 0
+        self.failing_calls = 0
+        """Calls since the last one that the backend was well in."""
+        self.failure = ""
+
+    def add_call(self, chunk: Chunk) -> None:
+        """Whether the backend was well: a page that is missing or does not fit is no failure."""
+        results = chunk.results
+        first = results[0].outcome if results else chunk.failure
+        if first not in _UNWELL or any(r.outcome not in _NOT_DONE for r in results):
+            self.failing_calls = 0
+        else:
+            self.failing_calls += 1
+            self.failure = results[0].message if results else first.value
 
     def add_job(self, job: Job) -> None:
         self.jobs[job.operation] += 1

@@ -16,9 +16,8 @@ from kvstrata.backends.base import (
     WriteRequest,
 )
 from kvstrata.backends.frame import HEADER_BYTES, encode_header, parse_header, verify
-from kvstrata.backends.jobs import Operation, PageIO
+from kvstrata.backends.jobs import Chunk, Operation, PageIO
 from kvstrata.backends.outcomes import failure, outcome_of
-from kvstrata.backends.schedule import Chunk
 from kvstrata.boundary import Outcome
 from kvstrata.errors import CorruptFrameError, StorageError
 

@@ -100,6 +100,22 @@ class WorkerStats:
     """Stores that wait because the backend is full."""
 
 
+@dataclass(slots=True)
+class Chunk:
+    """What one call of the backend did to the items `job.next …` of a job."""
+
+    results: Sequence[PageResult]
+    """One an item for loads and stores; empty for lookups and drops."""
+    count: int = 0
+    """Lookups: leading objects found. Drops: objects deleted."""
+    items: int = 0
+    io_s: float = 0.0
+    check_s: float = 0.0
+    corrupt_deleted: int = 0
+    failure: Outcome | None = None
+    """Lookups and drops: why the call failed."""
+
+
 class JobState(enum.Enum):
     QUEUED = "queued"
     WAITING = "waiting"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,8 @@ class _Frame:
     data: bytes
     parent: ObjectId | None
     used_s: float
+    stamp: int
+    """Grows with each use."""
 
 
 class MemoryBackend(StorageBackend):
@@ -51,9 +55,11 @@ class MemoryBackend(StorageBackend):
         self._limit = parse_size(options.max_bytes) or None
         self._lock = threading.Lock()
         self._frames: dict[ObjectId, _Frame] = {}
-        """The least recently used first."""
         self._children: dict[ObjectId, set[ObjectId]] = {}
         """The frames that are there, by their parent, be it there or not."""
+        self._leaves: list[tuple[int, bytes, bytes]] = []
+        """A heap of stamps and names; an entry whose stamp is not the frame's is out of date."""
+        self._stamps = itertools.count()
         self._used = 0
         self._context = BackendContext("memory")
 
@@ -64,6 +70,7 @@ class MemoryBackend(StorageBackend):
         with self._lock:
             self._frames.clear()
             self._children.clear()
+            self._leaves.clear()
             self._used = 0
 
     def exists(self, objects: Sequence[ObjectId]) -> list[bool]:
@@ -75,10 +82,10 @@ class MemoryBackend(StorageBackend):
         now = time.time()
         for request in requests:
             with self._lock:
-                frame = self._frames.pop(request.object, None)
+                frame = self._frames.get(request.object)
                 if frame is not None:
-                    self._frames[request.object] = frame
-                    frame.used_s = now
+                    frame.used_s, frame.stamp = now, next(self._stamps)
+                    self._note_leaf(request.object, frame)
             if frame is None:
                 results.append(PageResult(Outcome.MISSING))
             else:
@@ -125,6 +132,11 @@ class MemoryBackend(StorageBackend):
                 if frame.parent is not None:
                     by_parent.setdefault(frame.parent, set()).add(name)
             assert by_parent == self._children
+            if self._limit is not None:
+                noted = set(self._leaves)
+                for name, frame in self._frames.items():
+                    entry = (frame.stamp, name.namespace, name.key)
+                    assert name in self._children or entry in noted
 
     def _write_one(
         self,
@@ -144,23 +156,42 @@ class MemoryBackend(StorageBackend):
                 return PageResult(Outcome.PARENT_MISSING)
             if not self._make_room(len(data), kept, evicted):
                 return PageResult(Outcome.FULL, 0, f"{self._used} of {self._limit} bytes used")
-            frame = _Frame(data, parent, time.time())
+            frame = _Frame(data, parent, time.time(), next(self._stamps))
             self._frames[request.object] = frame
+            self._note_leaf(request.object, frame)
             self._used += len(data)
             if parent is not None:
                 self._children.setdefault(parent, set()).add(request.object)
         return PageResult(Outcome.STORED, len(data))
 
     def _make_room(self, need: int, kept: set[ObjectId], evicted: list[ObjectId]) -> bool:
-        while self._limit is not None and self._used + need > self._limit:
-            for name in self._frames:
-                if name not in self._children and name not in kept:
-                    break
-            else:
-                return False
+        skipped = []
+        while self._limit is not None and self._used + need > self._limit and self._leaves:
+            entry = heapq.heappop(self._leaves)
+            name = ObjectId(entry[1], entry[2])
+            frame = self._frames.get(name)
+            if frame is None or frame.stamp != entry[0] or name in self._children:
+                continue
+            if name in kept:
+                skipped.append(entry)
+                continue
             self._remove(name)
             evicted.append(name)
-        return True
+        for entry in skipped:
+            heapq.heappush(self._leaves, entry)
+        return self._limit is None or self._used + need <= self._limit
+
+    def _note_leaf(self, name: ObjectId, frame: _Frame) -> None:
+        """Put a frame that has no children where it belongs in the order of eviction."""
+        if self._limit is not None and name not in self._children:
+            heapq.heappush(self._leaves, (frame.stamp, name.namespace, name.key))
+            if len(self._leaves) > 64 and len(self._leaves) > 4 * len(self._frames):
+                self._leaves = [
+                    (f.stamp, n.namespace, n.key)
+                    for n, f in self._frames.items()
+                    if n not in self._children
+                ]
+                heapq.heapify(self._leaves)
 
     def _remove(self, name: ObjectId) -> bool:
         frame = self._frames.pop(name, None)
@@ -172,6 +203,9 @@ class MemoryBackend(StorageBackend):
             siblings.discard(name)
             if not siblings:
                 del self._children[frame.parent]
+                parent = self._frames.get(frame.parent)
+                if parent is not None:
+                    self._note_leaf(frame.parent, parent)
         return True
 
 

@@ -19,33 +19,16 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from kvstrata.backends.base import PageResult
 from kvstrata.backends.chains import StoreOrder
 from kvstrata.backends.counters import Counters
-from kvstrata.backends.jobs import Job, JobResult, JobState, Operation, WorkerSettings
+from kvstrata.backends.jobs import Chunk, Job, JobResult, JobState, Operation, WorkerSettings
 from kvstrata.boundary import Outcome
 
 Notice = Callable[[], None]
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What one call of the backend did to the items `job.next …` of a job."""
-
-    results: Sequence[PageResult]
-    """One an item for loads and stores; empty for lookups and drops."""
-    count: int = 0
-    """Lookups: leading objects found. Drops: objects deleted."""
-    items: int = 0
-    io_s: float = 0.0
-    check_s: float = 0.0
-    corrupt_deleted: int = 0
-    failure: Outcome | None = None
-    """Lookups and drops: why the call failed."""
 
 
 class Schedule:
@@ -160,6 +143,7 @@ class Schedule:
         """The call that `job` was taken for has returned."""
         counters, operation = self.counters, job.operation
         counters.calls[operation] += 1
+        counters.add_call(chunk)
         counters.io_s[operation] += chunk.io_s
         counters.check_s[operation] += chunk.check_s
         counters.corrupt_deleted += chunk.corrupt_deleted

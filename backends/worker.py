@@ -52,6 +52,11 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_MOST_IN_A_CALL = 1024
+"""Pages, however many a backend would take: each needs a header buffer in each thread."""
+_FAILING_CALLS = 3
+"""So many calls in a row without a page that succeeded are a degraded backend."""
+
 
 class StorageWorker:
     """See the module's docstring. Any thread may call any method."""
@@ -97,20 +102,20 @@ class StorageWorker:
         assert not self._started, "start once"
         try:
             self._backend.open(self._context)
-            concurrency, self._max_batch = self._backend.concurrency, self._backend.max_batch
         except KvstrataError:
             raise
         except Exception as error:
             raise StorageError(
                 f"backend {self.name!r} cannot be opened: {type(error).__name__}: {error}"
             ) from error
-        if concurrency < 1 or self._max_batch < 1:
+        concurrency, max_batch = self._backend.concurrency, self._backend.max_batch
+        if concurrency < 1 or max_batch < 1:
             self._backend.close(0)
             raise PluginError(
-                f"backend {self.name!r} has concurrency {concurrency} and "
-                f"max_batch {self._max_batch}",
+                f"backend {self.name!r} has concurrency {concurrency} and max_batch {max_batch}",
                 remedy="both are at least 1; the plugin needs a fix",
             )
+        self._max_batch = min(max_batch, _MOST_IN_A_CALL)
         self._schedule = Schedule(self.settings, max(1, concurrency - 1))
         self._started = True
         targets = [self._serve] * concurrency + [self._watch]
@@ -231,10 +236,13 @@ class StorageWorker:
         """What the worker itself sees. Never blocks."""
         with self._lock:
             overdue, abandoned = self._schedule.overdue(), self._abandoned
+            failing, why = self._schedule.counters.failing_calls, self._schedule.counters.failure
         if abandoned:
             return Health(HealthState.OPEN, f"{abandoned} threads are stuck in the backend")
         if overdue:
             return Health(HealthState.DEGRADED, f"{overdue} calls run past their deadline")
+        if failing >= _FAILING_CALLS:
+            return Health(HealthState.DEGRADED, f"the last {failing} calls failed: {why}")
         return Health(HealthState.OK)
 
     def health(self) -> Health:

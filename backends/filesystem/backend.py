@@ -253,6 +253,9 @@ class FilesystemBackend(StorageBackend):
         """End the reservations of processes that are gone and remove their files; True if there
         were any. Needs the root's lock."""
         dead = dead_owners(files.root_fd)
+        if any(dead.values()) and self._database is not None:
+            logger.warning("%s was in use when its machine stopped; rebuilding", files.root)
+            self._database.renew()  # what the index had not yet on the device is lost
         known = set(os.listdir(os.path.join(files.root, OWNERS)))
         unknown = index.owners() - known
         for name in {*dead, *unknown}:

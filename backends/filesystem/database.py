@@ -105,25 +105,35 @@ class Database:
         with self._lock:
             self._disconnect()
 
+    def renew(self) -> None:
+        """Begin a new generation: this one cannot be trusted. Needs the root's lock."""
+        with self._lock:
+            try:
+                self._replace()
+            except sqlite3.Error as error:
+                raise index_error(error, self.path) from error
+
     def run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         """`work` in one immediate transaction. It may be run twice: after damage is found.
 
         Raises `StorageError` for what SQLite raises, `ClosedError` after `close` or in a fork.
         """
         with self._lock:
-            for first in (True, False):
+            try:
                 try:
                     return _transact(self._current(), work)
                 except sqlite3.Error as error:
-                    if not (first and is_damage(error)):
-                        translated = index_error(error, self.path)
-                        if isinstance(translated, StorageFullError):
-                            self._shrink()
-                        raise translated from error
+                    if not is_damage(error):
+                        raise
                     logger.warning("the index %s is damaged (%s); rebuilding", self.path, error)
-                    with root_lock(self._root_fd):
-                        self._replace()
-            raise AssertionError("unreachable")
+                with root_lock(self._root_fd):
+                    self._replace()
+                return _transact(self._current(), work)
+            except sqlite3.Error as error:
+                translated = index_error(error, self.path)
+                if isinstance(translated, StorageFullError):
+                    self._shrink()
+                raise translated from error
 
     def _shrink(self) -> None:
         """The disk is full: give back what the log of the database takes."""
@@ -165,14 +175,7 @@ class Database:
         if self.generation:
             self._on_replaced()
         self.generation = generation
-        name = _file_name(generation)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC  # SQLite gives its other files this mode
-        fd = os.open(name, flags, 0o600, dir_fd=self._root_fd)
-        try:
-            os.fchmod(fd, 0o600)  # whatever the umask
-            self._inode = os.fstat(fd).st_ino
-        finally:
-            os.close(fd)
+        self._create(_file_name(generation))
         connection = sqlite3.connect(
             self.path,
             timeout=_BUSY_WAIT_S,
@@ -190,6 +193,21 @@ class Database:
         for old in self._generations():
             if old < generation:
                 self._remove(old)
+
+    def _create(self, name: str) -> None:
+        """Make the file, for its owner only; SQLite gives its other files the same mode.
+
+        An existing file is not even opened: closing it would drop the locks that SQLite holds on
+        it for other connections of this process.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(name, flags, 0o600, dir_fd=self._root_fd)
+            try:
+                os.fchmod(fd, 0o600)  # whatever the umask
+            finally:
+                os.close(fd)
+        self._inode = os.stat(name, dir_fd=self._root_fd).st_ino
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

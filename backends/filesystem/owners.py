@@ -73,6 +73,7 @@ class Owner:
         fd = try_lock(f"{self.folder}/lock", root_fd)
         assert fd is not None, "the name is fresh"
         self._lock_fd = fd
+        os.write(fd, boot_id())
         _living.add(self)
 
     def close(self) -> None:
@@ -87,10 +88,19 @@ class Owner:
             self._lock_fd = -1
 
 
-def dead_owners(root_fd: int) -> list[str]:
-    """Owners whose process is gone. Needs the root's lock (an owner that is just being made would
-    look dead)."""
-    dead = []
+def boot_id() -> bytes:
+    """Differs each time the machine starts; empty where there is no such thing."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().strip()
+    except OSError:
+        return b""
+
+
+def dead_owners(root_fd: int) -> dict[str, bool]:
+    """Owners whose process is gone, and whether the machine it ran on has been started since, or
+    is another one. Needs the root's lock (an owner that is just being made would look dead)."""
+    dead = {}
     fd = os.open(OWNERS, os.O_RDONLY | os.O_DIRECTORY, dir_fd=root_fd)
     try:
         names = os.listdir(fd)
@@ -102,8 +112,8 @@ def dead_owners(root_fd: int) -> list[str]:
         except NotADirectoryError:
             continue
         if lock is not None:
+            dead[name] = os.pread(lock, 64, 0) not in (b"", boot_id())
             os.close(lock)
-            dead.append(name)
     return dead
 
 

@@ -112,7 +112,10 @@ class Reconciler:
             for first_byte in sorted({*files.shards(namespace), *index.shards(namespace)}):
                 if self._stop.is_set():
                     return
-                self._scan_shard(namespace, first_byte)
+                try:
+                    self._scan_shard(namespace, first_byte)
+                except OSError as error:  # of one folder; the others are not less known for it
+                    logger.warning("part of %s cannot be scanned: %s", files.root, error)
         index.set_complete(generation)
         self._trim()
 

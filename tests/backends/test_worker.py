@@ -279,6 +279,29 @@ def test_health(start_worker, scripted, make_pages, make_gate, clock) -> None:
     assert jobs.worker.health().state is HealthState.OK
 
 
+def test_health_of_a_failing_backend(start_worker, scripted, make_pages) -> None:
+    """B028: calls that all fail show in the health, with the last reason, until one succeeds;
+    pages that are missing or do not fit are no failure."""
+    jobs, pages = start_worker(scripted), make_pages()
+
+    def fail(_: object) -> None:
+        raise StorageAccessError("EROFS: Read-only file system: objects/x")
+
+    for i in range(5):
+        jobs.load(pages.loads(i, i + 1)).result()
+    assert jobs.worker.health().state is HealthState.OK
+    scripted.hooks["write"] = fail
+    for i in range(3):
+        assert jobs.worker.health().state is HealthState.OK
+        jobs.store(make_pages(chain=str(i)).stores(0, 3)).result()
+    health = jobs.worker.health()
+    assert health.state is HealthState.DEGRADED
+    assert "EROFS" in health.message
+    scripted.hooks.clear()
+    jobs.store(pages.stores(0, 1)).result()
+    assert jobs.worker.health().state is HealthState.OK
+
+
 def test_callbacks_submit_jobs(start_worker, scripted, make_pages) -> None:
     """Callbacks run without a lock of the worker, on its threads."""
     jobs, pages = start_worker(scripted), make_pages()

@@ -68,6 +68,7 @@ def test_never_above_the_bound(tmp_path: Path, make_pages, make_disk, kind) -> N
         pages = make_pages(chain=str(chain))
         assert outcomes(backend.write(pages.writes(0, 5))) == [STORED] * 5
         written += pages.names(0, 5)
+        most[0] = max(most[0], backend.usage().used_bytes)
     stop.set()
     watcher.join(20)
     assert 0 < most[0] <= 10 * FRAME

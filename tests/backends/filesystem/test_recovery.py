@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstrata.backends import HealthState
+from kvstrata.backends.filesystem.owners import boot_id
 from kvstrata.boundary import Outcome
 
 LOADED, STORED, EXISTS = Outcome.LOADED, Outcome.STORED, Outcome.EXISTS
@@ -134,6 +135,50 @@ def test_work_goes_on_during_a_rebuild(disk, make_pages) -> None:
     assert outcomes(bounded.write(new.writes(0, 2))) == [STORED] * 2
     assert bounded.health().state is HealthState.OK
     check_agrees(disk, bounded)
+
+
+def test_power_loss(disk, make_pages) -> None:
+    """B004: the machine stopped while the index was in use, which is never synced: it is not
+    trusted, but rebuilt. A process that died alone costs no rebuild."""
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 4))
+    backend.close(5)
+    for boot, generation in ((b"another boot", 2), (boot_id(), 2), (b"", 2)):
+        dead = disk.root / "owners" / "dead"
+        dead.mkdir()
+        (dead / "lock").write_bytes(boot)
+        backend = disk.open()
+        assert backend.index.generation == generation
+        assert backend.usage().objects == 4
+        assert not dead.exists()
+        check_agrees(disk, backend)
+        backend.close(5)
+
+
+def test_a_folder_that_cannot_be_listed(disk, make_pages, faulty) -> None:
+    """The scan goes on with the others."""
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 6))
+    backend.close(5)
+    for path in disk.root.glob("index-v1-*"):
+        path.unlink()
+    folder = str(disk.path(pages.name(3)).parent.relative_to(disk.root))
+
+    class Unlisted:
+        """The module `os`; one folder is closed to this user."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def open(self, path: str, *args: Any, **options: Any) -> int:
+            if path == folder:
+                raise PermissionError(13, "Permission denied")
+            return os.open(path, *args, **options)
+
+    backend = disk.open(Unlisted(), max_bytes="1GiB")
+    assert backend.usage().objects == 5
+    assert outcomes(backend.write(pages.writes(6, 7))) == [STORED]
+    backend.check_integrity()
 
 
 def test_a_busy_database(disk, make_pages, monkeypatch) -> None:
