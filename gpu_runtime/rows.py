@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.boundary import OpenRow
+from kvstrata.boundary import KEY_BYTES, OpenRow
 from kvstrata.errors import CapacityError, IntegrityError, PlanError, StaleHandleError
 from kvstrata.gpu_runtime.core import PageSet
 from kvstrata.handles import RequestRuntimeHandle
@@ -139,6 +139,8 @@ def check_open(plan: OpenRow, max_context_tokens: int) -> None:
     """Raise PlanError for a request that no row can hold."""
     if not plan.tokens or len(plan.tokens) % 4:
         raise PlanError("a request needs tokens, as int32")
+    if len(plan.namespace) != KEY_BYTES:
+        raise PlanError(f"a namespace fingerprint of {len(plan.namespace)} bytes")
     total = len(plan.tokens) // 4 + plan.max_new_tokens
     if plan.max_new_tokens < 1 or total > max_context_tokens:
         raise PlanError(
