@@ -9,6 +9,8 @@ from typing import Any
 
 from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings, load_plugin
 from kvstrata.configs import Config
+from kvstrata.configs.schema import SECTIONS
+from kvstrata.errors import ConfigError, KvstrataError, PluginError
 from kvstrata.gpu_runtime import (
     ComponentSpec,
     CpuDevice,
@@ -30,6 +32,8 @@ from kvstrata.tiers import (
 )
 
 CLOSE_DEADLINE_S = 30.0
+ABORT_DEADLINE_S = 3.0
+"""After an exception nobody waits for what storage is doing."""
 MAX_TREE_PAGES = 8_000_000
 """Pages that the tree remembers (about 60 bytes each)."""
 
@@ -55,11 +59,13 @@ class Engine:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(CLOSE_DEADLINE_S if kind is None else ABORT_DEADLINE_S)
 
 
 def open_worker(config: Config) -> StorageWorker | None:
-    """The worker of the backend that `[l3]` names, not started; None without L3."""
+    """The worker of the backend that `[l3]` names, not started; None without L3.
+
+    Raises PluginError when the plugin does not take its options."""
     backend = config.l3_backend
     if backend is None:
         return None
@@ -69,7 +75,17 @@ def open_worker(config: Config) -> StorageWorker | None:
     )
     on_full: Any = backend.on_full
     settings = WorkerSettings(on_full=on_full, queue_pages=backend.queue_pages)
-    return StorageWorker(config.l3.backend, plugin(backend.options), settings, context)
+    try:
+        instance = plugin(backend.options)
+    except KvstrataError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"backend {backend.plugin!r} cannot be made: {type(error).__name__}: {error}",
+            remedy="check its options; if they are right, the plugin needs a fix",
+            where=config.where("backends", config.l3.backend),
+        ) from error
+    return StorageWorker(config.l3.backend, instance, settings, context)
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:
@@ -104,14 +120,12 @@ def device_of(config: Config) -> Callable[[Timeline], Device]:
 
 
 def open_engine(config: Config, runner: ModelRunner, *, max_batch: int | None = None) -> Engine:
-    """Build and start everything that `config` names. Raises ConfigError, PluginError or
-    StorageError; nothing is left running then."""
-    settings, worker = runtime_settings(config), open_worker(config)
-    runtime = LocalGPURuntime(settings, runner, worker, make_device=device_of(config))
+    """Build and start everything that `config` names. Raises ConfigError (with the place of the
+    setting), PluginError or StorageError; nothing is left running then."""
+    namespace = config.namespace().fingerprint()
     backend, policies = config.l3_backend, config.policies
-    tree = TreeCore(policy_class("eviction", policies.eviction)(), MAX_TREE_PAGES)
     cache = CacheControl(
-        tree,
+        TreeCore(policy_class("eviction", policies.eviction)(), MAX_TREE_PAGES),
         policy_class("write", policies.write)(),
         StagingMode(config.staging.mode),
         has_l3=backend is not None,
@@ -123,18 +137,40 @@ def open_engine(config: Config, runner: ModelRunner, *, max_batch: int | None = 
         if backend
         else None,
     )
-    scheduler = Scheduler(
-        runtime,
-        cache,
-        policy_class("prefetch", policies.prefetch)(),
-        policy_class("restore", policies.restore)(),
-        SchedulerSettings(
-            page_tokens=config.pools.page_tokens,
-            max_context_tokens=config.pools.max_context_tokens,
-            max_batch=max_batch or config.scheduler.max_batch,
-            chunk_tokens=config.scheduler.chunk_tokens,
-            lookahead=config.scheduler.lookahead,
-            decode_steps=config.scheduler.decode_steps,
-        ),
+    prefetch = policy_class("prefetch", policies.prefetch)()
+    restore = policy_class("restore", policies.restore)()
+    settings = SchedulerSettings(
+        page_tokens=config.pools.page_tokens,
+        max_context_tokens=config.pools.max_context_tokens,
+        max_batch=max_batch or config.scheduler.max_batch,
+        chunk_tokens=config.scheduler.chunk_tokens,
+        lookahead=config.scheduler.lookahead,
+        decode_steps=config.scheduler.decode_steps,
     )
-    return Engine(scheduler, runtime, config.namespace().fingerprint())
+    worker = open_worker(config)
+    try:
+        runtime = LocalGPURuntime(
+            runtime_settings(config), runner, worker, make_device=device_of(config)
+        )
+    except ConfigError as error:
+        raise _located(error, config) from error
+    try:
+        scheduler = Scheduler(runtime, cache, prefetch, restore, settings)
+        return Engine(scheduler, runtime, namespace)
+    except BaseException:
+        runtime.close(ABORT_DEADLINE_S)
+        raise
+
+
+def _located(error: ConfigError, config: Config) -> ConfigError:
+    """`error`, whose `where` has only a key, with the line of the setting that it is about.
+
+    A backend knows its own options and not the file that they came from.
+    """
+    place = error.where
+    if place.file is not None or not place.key:
+        return error
+    keys = tuple(place.key.split("."))
+    if keys[0] not in SECTIONS:
+        keys = ("backends", config.l3.backend, "options", *keys)
+    return ConfigError(error.message, remedy=error.remedy, where=config.where(*keys))

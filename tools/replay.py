@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import enum
 import gc
-import signal
-import threading
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -20,18 +18,19 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstrata.configs import Config, load_config
 from kvstrata.errors import CapacityError, InputError, Where
 from kvstrata.gpu_runtime import OracleRunner
 from kvstrata.handles import Tier
 from kvstrata.tiers import RequestResult, RequestState
-from kvstrata.tools.engine import Engine, open_engine
-from kvstrata.tools.replay_report import ReplayReport, build_report, print_report
+from kvstrata.tools.engine import ABORT_DEADLINE_S, Engine, open_engine
+from kvstrata.tools.replay_control import Interruption, OnResult, interruptible, progress
+from kvstrata.tools.replay_report import ReplayReport, RunInfo, build_report, print_report
 from kvstrata.tools.trace import TraceRequest, read_trace, shipped_trace
 
 STEP_TIMEOUT_S = 0.5
+STDOUT = Path("-")
 MIN_OUTSTANDING = 64
 """Requests that are submitted ahead of the scheduler: enough to look ahead, bounded memory."""
 
@@ -86,24 +85,39 @@ def run_replay(
     requests: int | None = None,
     batch: int | None = None,
     decode: Decode = Decode.NONE,
-    stop: threading.Event | None = None,
-    on_result: Progress | None = None,
+    stop: Interruption | None = None,
+    on_result: OnResult | None = None,
 ) -> ReplayReport:
-    """Replay and report. `stop` ends it early, after what is under way; the report is partial."""
-    totals = ReplayTotals()
+    """Replay and report. `stop` ends it early; the report is partial then.
+
+    Raises InputError for a trace that is wrong, what `open_engine` raises, and IntegrityError when
+    the runtime's books do not agree in the end.
+    """
+    totals, stop = ReplayTotals(), stop or Interruption()
     count = sum(1 for _ in read_trace(trace, requests))  # a bad line ends it before it began
     pending = read_trace(trace, requests)
-    task = on_result.add_task("replay", total=count, hits=0) if on_result is not None else None
     with open_engine(config, OracleRunner(), max_batch=batch) as engine:
         gc.freeze()  # a full collection would walk every imported module, 10 ms and more each time
         started = time.monotonic()
-        for result in _drive(engine, pending, trace, decode, stop or threading.Event()):
+        stop.in_loop = True
+        for result in _drive(engine, pending, trace, decode, stop):
             totals.add(result)
-            if on_result is not None and task is not None:
-                on_result.update(task, advance=1, hits=totals.page_hits)
-        seconds = time.monotonic() - started
-        report = build_report(engine, config, totals, seconds)
+            if on_result is not None:
+                on_result(totals.requests + totals.aborted, count, totals.page_hits)
+        stop.in_loop = False
+        run = RunInfo(
+            config=str(config.source.file or ""),
+            trace=str(trace),
+            trace_requests=count,
+            max_batch=engine.scheduler.settings.max_batch,
+            page_tokens=config.pools.page_tokens,
+            decode=decode.value,
+            complete=totals.requests + totals.aborted == count,
+        )
+        report = build_report(engine, config, totals, run, time.monotonic() - started)
         engine.runtime.check_integrity()
+        if stop.leave.is_set():
+            engine.close(ABORT_DEADLINE_S)
     return report
 
 
@@ -112,14 +126,14 @@ def _drive(
     pending: Iterator[TraceRequest],
     trace: Path,
     decode: Decode,
-    stop: threading.Event,
+    stop: Interruption,
 ) -> Iterator[RequestResult]:
     """Keep the scheduler fed until the trace has ended and everything is stored."""
     scheduler = engine.scheduler
     ahead = max(MIN_OUTSTANDING, 4 * scheduler.settings.max_batch)
     exhausted = False
-    while True:
-        exhausted = exhausted or stop.is_set()
+    while not stop.leave.is_set():
+        exhausted = exhausted or stop.finish.is_set()
         while not exhausted and scheduler.waiting < ahead:
             request = next(pending, None)
             if request is None:
@@ -143,23 +157,6 @@ def _submit(engine: Engine, request: TraceRequest, trace: Path, decode: Decode) 
         ) from exc
 
 
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """The first Ctrl-C stops after what is under way, the second at once."""
-    stop = threading.Event()
-
-    def handler(signum: int, frame: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def replay(
     config: Annotated[Path, typer.Option(help="Configuration file (TOML).")],
     trace: Annotated[
@@ -176,48 +173,74 @@ def replay(
     decode: Annotated[
         Decode, typer.Option(help="none: prefill and one token; real: the trace's output length.")
     ] = Decode.NONE,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the report to this file; - : to stdout, and the table to stderr."),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")
     ] = None,
 ) -> None:
     """Replay a trace through L1, L2 and L3, and check every restored byte.
 
-    Exit code 1 when a restored page was wrong or a request failed.
+    Exit code 1 when a restored page was wrong or a request failed. Ctrl-C ends it after what is
+    under way, with a partial report and exit code 130; L3 keeps what was stored.
     """
     overrides = list(set_ or [])
     if page_tokens is not None:
         overrides.append(f"pools.page_tokens={page_tokens}")
     settings = load_config(config, overrides)
-    source = trace or shipped_trace()
+    if json is not None:
+        _check_output(json)
     console = Console(stderr=True)
-    with _interruptible() as stop, _progress(console) as progress:
+    with interruptible() as stop, progress(console) as on_result:
         report = run_replay(
             settings,
-            source,
+            trace or shipped_trace(),
             requests=requests,
             batch=batch,
             decode=decode,
             stop=stop,
-            on_result=progress,
+            on_result=on_result,
         )
-    print_report(report, Console())
+    print_report(report, console if json == STDOUT else Console())
     if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
-    if stop.is_set():
+        _write_json(report, json)
+    if not report.run.complete:
         console.print("stopped early; L3 keeps what was stored", style="yellow")
-        raise typer.Exit(130)
     if report.pages_mismatched or report.failed_requests:
         raise typer.Exit(1)
+    if stop.exit_code is not None:
+        raise typer.Exit(stop.exit_code)
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[hits]} page hits"),
-        TimeElapsedColumn(),
-        console=console,
-        refresh_per_second=4,
+def _check_output(path: Path) -> None:
+    """Raise InputError now and not after the replay."""
+    if path == STDOUT:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise _no_output(path, "this is a directory")
+    if not folder.is_dir():
+        raise _no_output(path, f"there is no directory {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise _no_output(path, "permission denied")
+
+
+def _write_json(report: ReplayReport, path: Path) -> None:
+    data = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    if path == STDOUT:
+        typer.echo(data, nl=False)
+        return
+    try:
+        path.write_bytes(data)
+    except OSError as exc:
+        raise _no_output(path, exc.strerror or str(exc)) from exc
+
+
+def _no_output(path: Path, reason: str) -> InputError:
+    return InputError(
+        f"the report cannot be written: {reason}",
+        remedy="give --json a file that you may write, or - for stdout",
+        where=Where(path),
     )

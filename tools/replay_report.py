@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvstrata import __version__
 from kvstrata.configs import Config
+from kvstrata.errors import StorageError
 from kvstrata.handles import Tier
 from kvstrata.tools.engine import Engine
+from kvstrata.units import format_size
 
 if TYPE_CHECKING:
     from kvstrata.tools.replay import ReplayTotals
+
+MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was replayed, and how."""
+
+    config: str
+    trace: str
+    trace_requests: int
+    """Requests that were asked for."""
+    max_batch: int
+    page_tokens: int
+    decode: str
+    complete: bool
+    """False: it was stopped early, and all counts are of what ended before."""
+    version: str = __version__
 
 
 class HitTokens(msgspec.Struct, frozen=True):
@@ -47,9 +69,10 @@ class StorageReport(msgspec.Struct, frozen=True):
     backend: str
     plugin: str
     outcomes: dict[str, dict[str, int]]
-    used_bytes: int
+    used_bytes: int | None
+    """None: the backend could not say."""
     limit_bytes: int | None
-    objects: int
+    objects: int | None
     late_pages: int
     corrupt_deleted: int
 
@@ -58,6 +81,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `kvstrata replay --json` writes. Pages are prompt pages; all counts are of ended
     requests."""
 
+    run: RunInfo
     requests: int
     failed_requests: int
     prompt_tokens: int
@@ -82,12 +106,15 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     control: dict[str, int]
     """Evictions by tier, short prefetches and failed backups by cause, deferred batches."""
     errors: list[str]
+    peak_memory_bytes: int
+    """The most memory that the process has had resident, pools and staging included."""
     seconds: float
 
 
 def build_report(
-    engine: Engine, config: Config, totals: ReplayTotals, seconds: float
+    engine: Engine, config: Config, totals: ReplayTotals, run: RunInfo, seconds: float
 ) -> ReplayReport:
+    """The report of what has ended so far. Asks the backend for its usage, so it may block."""
     scheduler, size = engine.scheduler, config.pools.page_tokens
     calls = dict(scheduler.calls)
     batches = calls.pop("batches", 0)
@@ -103,6 +130,7 @@ def build_report(
                 stats.bytes_moved[operation], stats.io_s[operation], stats.calls[operation]
             )
     return ReplayReport(
+        run=run,
         requests=totals.requests,
         failed_requests=totals.aborted,
         prompt_tokens=totals.prompt_tokens,
@@ -124,6 +152,7 @@ def build_report(
         request_ms=_percentiles(totals.total_s),
         control={**dict(scheduler.cache.counters), **counters},
         errors=sorted(set(totals.errors))[:8],
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT_BYTES,
         seconds=round(seconds, 3),
     )
 
@@ -148,7 +177,11 @@ def _storage(engine: Engine, config: Config) -> StorageReport | None:
     backend, worker = config.l3_backend, engine.runtime.core.worker
     if backend is None or worker is None:
         return None
-    stats, usage = worker.stats(), worker.usage()
+    stats = worker.stats()
+    try:
+        usage = worker.usage()
+    except StorageError:
+        usage = None
     return StorageReport(
         backend=config.l3.backend,
         plugin=backend.plugin,
@@ -156,9 +189,9 @@ def _storage(engine: Engine, config: Config) -> StorageReport | None:
             operation: {outcome.value: n for outcome, n in sorted(pages.items(), key=str)}
             for operation, pages in stats.pages.items()
         },
-        used_bytes=usage.used_bytes,
-        limit_bytes=usage.limit_bytes,
-        objects=usage.objects,
+        used_bytes=usage.used_bytes if usage else None,
+        limit_bytes=usage.limit_bytes if usage else None,
+        objects=usage.objects if usage else None,
         late_pages=stats.late_pages,
         corrupt_deleted=stats.corrupt_deleted,
     )
@@ -166,7 +199,10 @@ def _storage(engine: Engine, config: Config) -> StorageReport | None:
 
 def print_report(report: ReplayReport, console: Console) -> None:
     """The last table of `kvstrata replay`."""
-    table = Table(title=f"{report.requests} requests in {report.seconds:.1f} s", show_header=False)
+    title = f"{report.requests:,} requests in {report.seconds:.1f} s"
+    if not report.run.complete:
+        title = f"{title}, stopped early: {report.run.trace_requests:,} were asked for"
+    table = Table(title=title, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
@@ -180,7 +216,7 @@ def print_report(report: ReplayReport, console: Console) -> None:
     _rows_of_control(table, report)
     console.print(table)
     for error in report.errors:
-        console.print(f"error: {error}", style="red")
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
 
 
 def _rows_of_pages(table: Table, report: ReplayReport) -> None:
@@ -190,21 +226,24 @@ def _rows_of_pages(table: Table, report: ReplayReport) -> None:
         table.add_row(f"hit in {name}", f"{tokens:,}", f"{tokens / prompt:.1%} of prompt tokens")
     table.add_row("computed", f"{report.computed_tokens:,}", f"+ {report.output_tokens:,} decoded")
     table.add_row(
-        "page hits", f"{report.page_hits:,}", f"{report.duplicates_in_flight} computed twice"
+        "page hits", f"{report.page_hits:,}", f"{report.duplicates_in_flight:,} computed twice"
     )
     wrong = report.pages_mismatched
     style = "bold red" if wrong else "green"
     table.add_row("pages verified", f"{report.pages_verified:,}", "byte by byte")
     table.add_row("pages mismatched", f"[{style}]{wrong:,}[/]", "")
+    if report.failed_requests:
+        table.add_row("failed requests", f"[bold red]{report.failed_requests:,}[/]", "")
 
 
 def _rows_of_paths(table: Table, report: ReplayReport) -> None:
     for name, path in report.paths.items():
-        table.add_row(
-            name.replace("_", " "),
-            f"{path.bytes / 2**20:,.1f} MiB",
-            f"{path.gb_per_s:.2f} GB/s while busy, {path.operations:,} operations",
-        )
+        if path.operations:
+            table.add_row(
+                name.replace("_", " "),
+                f"{path.bytes / 2**20:,.1f} MiB",
+                f"{path.gb_per_s:.2f} GB/s while busy, {path.operations:,} operations",
+            )
     share = report.hidden_transfer_share
     hidden = "no transfers" if share is None else f"{share:.0%}"
     table.add_row("transfer time hidden", hidden, "D2H and H2D while compute ran")
@@ -215,8 +254,14 @@ def _rows_of_storage(table: Table, storage: StorageReport) -> None:
         if outcomes:
             text = ", ".join(f"{n:,} {name}" for name, n in outcomes.items())
             table.add_row(f"storage {operation}", f"{sum(outcomes.values()):,}", text)
-    limit = "no limit" if storage.limit_bytes is None else f"of {storage.limit_bytes / 2**20:,.0f}"
-    table.add_row("storage used", f"{storage.used_bytes / 2**20:,.1f} MiB", limit)
+    if storage.corrupt_deleted:
+        table.add_row("corrupt frames", f"{storage.corrupt_deleted:,}", "deleted")
+    if storage.used_bytes is None:
+        table.add_row("storage used", "unknown", "")
+        return
+    limit = "no limit" if storage.limit_bytes is None else f"of {format_size(storage.limit_bytes)}"
+    what = f"{storage.objects:,} frames, {limit}"
+    table.add_row("storage used", f"{storage.used_bytes / 2**20:,.1f} MiB", what)
 
 
 def _rows_of_control(table: Table, report: ReplayReport) -> None:
@@ -227,3 +272,4 @@ def _rows_of_control(table: Table, report: ReplayReport) -> None:
     for name in sorted(report.control):
         if report.control[name]:
             table.add_row(name.replace("_", " "), f"{report.control[name]:,}", "")
+    table.add_row("memory", f"{report.peak_memory_bytes / 2**20:,.0f} MiB", "resident, at the most")

@@ -1,0 +1,101 @@
+"""What a person sees of a replay while it runs, and how they end it early."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+LINE_EVERY_S = 30.0
+"""On anything but a terminal progress is a line, no more often than this."""
+
+OnResult = Callable[[int, int, int], None]
+"""`(requests that ended, requests of the trace, page hits so far)`."""
+
+
+@dataclass(slots=True)
+class Interruption:
+    """How a replay is asked to end early; another thread or a signal handler sets it."""
+
+    finish: threading.Event = field(default_factory=threading.Event)
+    """Take no further requests: what is under way ends and is stored."""
+    leave: threading.Event = field(default_factory=threading.Event)
+    """End now: what is under way is given up."""
+    in_loop: bool = False
+    """The replay looks at these flags soon; elsewhere only an exception ends it."""
+    signal: int = 0
+    """The last signal that came."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """The shell's code for a process that a signal ended; None: none came."""
+        return 128 + self.signal if self.signal else None
+
+
+@contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """The first Ctrl-C ends the replay after what is under way, SIGTERM or a second one now, and
+    a third at once."""
+    state = Interruption()
+
+    def handler(signum: int, frame: object) -> None:
+        state.signal = signum
+        if state.leave.is_set() or not state.in_loop:
+            if signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + signum)
+        if signum == signal.SIGTERM or state.finish.is_set():
+            state.leave.set()
+        state.finish.set()
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield state
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+@contextmanager
+def progress(
+    console: Console, clock: Callable[[], float] = time.monotonic
+) -> Iterator[OnResult | None]:
+    """A live line on a terminal, a plain line now and then elsewhere."""
+    if not console.is_terminal:
+        yield _Lines(console, clock)
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[hits]:,} page hits"),
+        TimeElapsedColumn(),
+        console=console,
+        refresh_per_second=4,
+        transient=True,  # the table says it all
+    )
+    with bar:
+        task = bar.add_task("replay", total=None, hits=0)
+        yield lambda done, total, hits: bar.update(task, completed=done, total=total, hits=hits)
+
+
+class _Lines:
+    """`OnResult` for files and pipes. A short replay writes none."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._began = self._last = clock()
+
+    def __call__(self, done: int, total: int, hits: int) -> None:
+        now = self._clock()
+        if now - self._last >= LINE_EVERY_S:
+            self._last = now
+            text = f"{done:,} of {total:,} requests, {hits:,} page hits, {now - self._began:.0f} s"
+            self._console.print(text, highlight=False)
