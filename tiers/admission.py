@@ -95,6 +95,10 @@ class Admission:
         if request.located_pages > match.page_count and request.restore_allowed:
             wanted = self._prefetch.wanted(request.located_pages)
             if wanted > match.page_count:
+                if request.key(match.page_count) in self._claimed:
+                    # What a lookup found was found bad since, or is gone: pages that are being
+                    # computed must not pass for stored, or nobody would store them again.
+                    return Verdict.SHARED
                 cache.believe_stored(chain.run(match.page_count, wanted))
                 match = tree.match(chain.namespace, keys)
         path = self._usable(request, match.path)
