@@ -17,15 +17,13 @@ from kvstrata.boundary import (
     ActionFailed,
     Event,
     Freed,
-    PathCost,
-    PoolCapacity,
-    StatusReport,
     Wake,
 )
 from kvstrata.errors import ConfigError, IntegrityError, StaleHandleError, Where
 from kvstrata.gpu_runtime.base import Device
 from kvstrata.gpu_runtime.events import EventQueue, OpenActions
 from kvstrata.gpu_runtime.pools import ComponentPool, ComponentSpec
+from kvstrata.gpu_runtime.report import report
 from kvstrata.gpu_runtime.storage_events import StorageEvents
 from kvstrata.gpu_runtime.timeline import Timeline
 from kvstrata.handles import Extents, StagingMode, Tier, by_pool
@@ -129,7 +127,11 @@ class RuntimeCore:
             order=page_order,
         )
         address, chunks, chunk_pages = self.staging.pin_chunks()
-        device.pin(address, chunks)
+        try:
+            device.pin(address, chunks)
+        except BaseException:
+            self.staging.close()
+            raise
         for name, pool in self.pools.items():
             pool.host_chunk_pages = chunk_pages[name]
         self.expiries.append(self.staging.expire)
@@ -171,31 +173,8 @@ class RuntimeCore:
         self.check_fault()
         events = cast(list[Event], self.events.take())
         with self.lock:
-            events.append(self._status())
+            events.append(report(self))
         return events
-
-    def _status(self) -> StatusReport:
-        capacity = [
-            PoolCapacity(Tier.L1, name, table.total, table.free, table.freeing)
-            for name, table in self.tables.items()
-        ]
-        waiting, reserve = self.staging.waiting, self.staging.reserve_pages
-        capacity += [
-            PoolCapacity(Tier.L2, name, table.total, table.free, table.freeing, waiting, reserve)
-            for name, table in self.staging.tables.items()
-        ]
-        loads, writes = self.staging.queued
-        queued = {"l3_read": loads, "l3_write": writes}
-        totals = self.timeline.totals()
-        costs = [
-            PathCost(path, t.nbytes, t.busy_s, queued.get(path, 0))
-            for path, t in totals.items()
-            if path != "compute"
-        ]
-        speed = self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
-        return StatusReport(
-            capacity=tuple(capacity), costs=tuple(costs), prefill_tokens_per_s=speed
-        )
 
     # ── extents ──────────────────────────────────────────────────────────────────────────────────
 

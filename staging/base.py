@@ -7,7 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvstrata.errors import ConfigError, Where
+from kvstrata.memory_limits import available_memory_bytes
 from kvstrata.staging.pages import Pages
+
+MIN_PAGES = 4
+"""Fewer cannot hold a load and a write at the same time with a reserve between them."""
 
 
 class SlotKind(enum.Enum):
@@ -27,6 +32,35 @@ class StagingSettings:
     total_bytes: int
     load_reserve: float = 0.25
     backend_cap: float = 0.75
+
+    def page_count(self, stride: int) -> int:
+        """How many pages of `stride` bytes fit. Raises ConfigError for what cannot work."""
+        shares = (
+            ("load_reserve", self.load_reserve, 0 <= self.load_reserve < 1),
+            ("backend_cap", self.backend_cap, 0 < self.backend_cap <= 1),
+        )
+        for key, share, is_good in shares:
+            if not is_good:
+                raise ConfigError(
+                    f"{share} is not a share of the staging pages",
+                    where=Where(key=f"staging.{key}"),
+                    remedy="use a number between 0 and 1",
+                )
+        pages = self.total_bytes // stride
+        if pages < MIN_PAGES:
+            raise ConfigError(
+                f"staging of {self.total_bytes} bytes holds {pages} pages",
+                where=Where(key="staging.bytes"),
+                remedy=f"give it at least {MIN_PAGES * stride} bytes ({MIN_PAGES} pages)",
+            )
+        available = available_memory_bytes()
+        if available is not None and self.total_bytes > available:
+            raise ConfigError(
+                f"staging of {self.total_bytes} bytes; {available} bytes of memory are available",
+                where=Where(key="staging.bytes"),
+                remedy="make staging.bytes smaller",
+            )
+        return pages
 
 
 @dataclass(eq=False, slots=True)

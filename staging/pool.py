@@ -9,16 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.errors import ConfigError, IntegrityError, Where
+from kvstrata.errors import IntegrityError
 from kvstrata.handles import Tier
-from kvstrata.memory_limits import available_memory_bytes
 from kvstrata.staging.base import SlotKind, SlotRequest, Slots, StagingSettings
 from kvstrata.staging.memory import SharedRegion, aligned
 from kvstrata.staging.pages import Pages, PageTable
-
-MIN_PAGES = 4
-"""Fewer cannot hold a load and a write at the same time with a reserve between them."""
-
 
 PIN_CHUNK_BYTES = 1 << 30
 """Memory is registered with the device in chunks of this size: drivers limit single regions."""
@@ -48,7 +43,7 @@ class PinnedHostBufferPool:
     ) -> None:
         self.page_bytes = dict(page_bytes)
         self.stride = {name: aligned(nbytes) for name, nbytes in page_bytes.items()}
-        self.pages = _page_count(settings, sum(self.stride.values()))
+        self.pages = settings.page_count(sum(self.stride.values()))
         self.region = SharedRegion(self.pages * sum(self.stride.values()))
         self.tables: dict[str, PageTable] = {}
         self._arrays: dict[str, npt.NDArray[np.uint8]] = {}
@@ -274,33 +269,3 @@ class PinnedHostBufferPool:
         self.stop("closed")
         self._views.clear()
         self.region.close()
-
-
-def _page_count(settings: StagingSettings, stride: int) -> int:
-    """How many pages the settings make. Raises ConfigError, before anything is allocated."""
-    shares = (
-        ("load_reserve", settings.load_reserve, 0 <= settings.load_reserve < 1),
-        ("backend_cap", settings.backend_cap, 0 < settings.backend_cap <= 1),
-    )
-    for key, share, is_good in shares:
-        if not is_good:
-            raise ConfigError(
-                f"{share} is not a share of the staging pages",
-                where=Where(key=f"staging.{key}"),
-                remedy="use a number between 0 and 1",
-            )
-    pages = settings.total_bytes // stride
-    if pages < MIN_PAGES:
-        raise ConfigError(
-            f"staging of {settings.total_bytes} bytes holds {pages} pages",
-            where=Where(key="staging.bytes"),
-            remedy=f"give it at least {MIN_PAGES * stride} bytes ({MIN_PAGES} pages)",
-        )
-    available = available_memory_bytes()
-    if available is not None and settings.total_bytes > available:
-        raise ConfigError(
-            f"staging of {settings.total_bytes} bytes; {available} bytes of memory are available",
-            where=Where(key="staging.bytes"),
-            remedy="make staging.bytes smaller",
-        )
-    return pages

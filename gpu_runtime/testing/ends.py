@@ -71,7 +71,8 @@ class EndTests(RuntimeSuite):
             equal(pools, wanted, "capacity")
             moved = {cost.path: cost.bytes for cost in status.costs}
             nbytes = 6 * sum(c.page_bytes(self.page_tokens) for c in self.components)
-            equal(moved.get("d2h"), nbytes, "bytes from device to host")
+            for path in ("d2h", "l3_write", "l3_read"):
+                equal(moved.get(path), nbytes, f"bytes moved by {path}")
             require(status.prefill_tokens_per_s > 0, "no prefill speed")
 
     def test_evictions_are_told(self, make_runtime: MakeRuntime) -> None:

@@ -18,7 +18,7 @@ from kvstrata.staging import (
     Slots,
     StagingSettings,
     aligned,
-    pool,
+    base,
 )
 
 MakePool = Callable[..., PinnedHostBufferPool]
@@ -144,10 +144,10 @@ def test_impossible_settings_are_config_errors(settings: dict[str, Any], key: st
 
 
 def test_more_than_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr(base, "available_memory_bytes", lambda: 100_000)
     with pytest.raises(ConfigError, match="100000 bytes of memory are available"):
         PinnedHostBufferPool(1, PAGE_BYTES, StagingSettings(100_001))
-    monkeypatch.setattr(pool, "available_memory_bytes", lambda: None)  # unknown: let it try
+    monkeypatch.setattr(base, "available_memory_bytes", lambda: None)  # unknown: let it try
     PinnedHostBufferPool(1, PAGE_BYTES, StagingSettings(100_001)).close()
 
 
