@@ -146,12 +146,15 @@ def test_blocking_stores_make_their_way(disk, make_pages, start_worker) -> None:
     assert backend.usage().used_bytes == disk.used_bytes()
 
 
-def test_a_job_larger_than_the_store(disk, make_pages, start_worker) -> None:
+def test_a_job_larger_than_the_store(disk, make_pages, start_worker, clock) -> None:
     """What fits is stored, then it waits, then it gives up: it does not evict its own chain."""
     backend = disk.backend(max_bytes=6 * FRAME, batch_pages=4)
-    jobs, pages = start_worker(backend, full_poll_s=0.01, context=disk.context), make_pages()
-    result = jobs.store(pages.stores(0, 9), deadline_s=0.3).outcomes()
-    assert result == [STORED] * 6 + [FULL] + [PARENT_MISSING] * 2
+    jobs, pages = start_worker(backend, clock=clock), make_pages()
+    store = jobs.store(pages.stores(0, 9), deadline_s=10)
+    while not jobs.worker.stats().waiting_for_room_now:
+        assert jobs.lookup([pages.name(8)]).count() == 0
+    clock.advance(11)
+    assert store.outcomes() == [STORED] * 6 + [FULL] + [PARENT_MISSING] * 2
 
 
 # ── what is there already ────────────────────────────────────────────────────────────────────────

@@ -232,6 +232,7 @@ def test_descriptors(disk, make_pages, faulty, start_worker) -> None:
     """B090: a thousand batches, some of which fail: not one descriptor more."""
     backend = disk.backend(faulty, max_bytes="1MiB")
     jobs, pages = start_worker(backend), make_pages(1024)
+    assert backend.wait_for_scan(20)
     jobs.store(pages.stores(0, 4)).result()
     jobs.load(pages.loads(0, 6)).result()
     assert jobs.worker.flush(20)

@@ -136,7 +136,9 @@ def test_a_reader_beside_an_evicting_writer(disk, make_pages, start_child) -> No
     child.go()
     pages = make_pages(chain="7")
     found = set[Outcome]()
-    while child.process.poll() is None:
+    ended = False
+    while not ended:
+        ended = child.process.poll() is not None
         reads = pages.reads(0, 320)
         for i, (read, result) in enumerate(zip(reads, backend.read(reads), strict=True)):
             found.add(result.outcome)
