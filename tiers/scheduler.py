@@ -306,12 +306,14 @@ class Scheduler:
             self._row_done(request, result, event.error)
 
     def _row_done(self, request: Request, result: RowResult, error: str) -> None:
+        if result.handle != request.handle:  # of a row that was given up: aborted, or begun anew
+            if result.extents:
+                self.cache.outbox.append(self.cache.free(result.extents))
+            return
         if result.sampled:
             request.chain.extend(result.sampled)
         if result.extents:
             self._take_pages(request, result)
-        if request.state.is_end:
-            return
         if result.status is RowStatus.NEEDS_RECOMPUTE:
             self._recompute(request, result)
             return
@@ -329,7 +331,7 @@ class Scheduler:
 
     def _take_pages(self, request: Request, result: RowResult) -> None:
         """Pages became READY in L1: the tree learns of them, unless the request is no-store."""
-        if request.state.is_end or not request.store:
+        if not request.store:
             self.cache.outbox.append(self.cache.free(result.extents))
             return
         first = result.first_page_index

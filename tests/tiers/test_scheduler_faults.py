@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -147,6 +148,35 @@ def test_a_failed_copy_is_computed_again(make_small: Any, monkeypatch: Any) -> N
     result = small.ask(pages(1, 2, 3))
     assert result.state is RequestState.FINISHED
     assert small.scheduler.counters["needs_recompute"] == 1
+    small.check_no_leak()
+
+
+def test_a_failed_copy_with_the_next_chunk_under_way(make_small: Any, monkeypatch: Any) -> None:
+    """The batch behind it names the row that was given up; what it says does not end the request."""
+    small = make_small(chunk_tokens=PAGE)
+    small.ask(pages(1, 2, 3))
+    small.drop_tier(Tier.L1)
+    pool = small.runtime.core.pools["kv"]
+    real = pool.scatter
+    enqueued = threading.Event()
+
+    def scatter(*args: Any) -> None:
+        if not enqueued.is_set():
+            assert enqueued.wait(20)
+            raise OSError("planted")
+        real(*args)
+
+    monkeypatch.setattr(pool, "scatter", scatter)
+    batches = small.scheduler.calls["execute_batch"]
+    request_id = small.submit(pages(1, 2, 3, 4, 5), max_new_tokens=3)
+    small.step_until(lambda: small.scheduler.calls["execute_batch"] == batches + 2)
+    enqueued.set()
+    small.run()
+    result = small.results[request_id]
+    assert result.state is RequestState.FINISHED
+    assert small.scheduler.counters["needs_recompute"] == 1
+    cold = make_small(with_l3=False)
+    assert result.output_tokens == cold.ask(pages(1, 2, 3, 4, 5), max_new_tokens=3).output_tokens
     small.check_no_leak()
 
 
