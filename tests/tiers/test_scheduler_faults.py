@@ -152,7 +152,7 @@ def test_a_failed_copy_is_computed_again(make_small: Any, monkeypatch: Any) -> N
 
 
 def test_a_failed_copy_with_the_next_chunk_under_way(make_small: Any, monkeypatch: Any) -> None:
-    """The batch behind it names the row that was given up; what it says does not end the request."""
+    """The batch behind it names the row that was given up; what it says ends no request."""
     small = make_small(chunk_tokens=PAGE)
     small.ask(pages(1, 2, 3))
     small.drop_tier(Tier.L1)
