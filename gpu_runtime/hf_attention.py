@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from kvstrata.gpu_runtime.pools import ComponentPool
+from kvstrata.gpu_runtime.pools import DTYPES, ComponentPool
 
 NAME = "kvstrata"
 """Of the attention implementation, in Transformers' registry."""
@@ -102,9 +102,12 @@ class PagedStep:
     ) -> torch.Tensor:
         """Write `key` and `value` [1, kv heads, tokens, dim], then attend with `query` [1, heads,
         tokens, dim]. Returns [1, tokens, heads, dim]."""
+        spec, layout = self._pool.spec, self._pool.spec.layout
+        shapes = {(t.shape[1], t.shape[3], t.dtype) for t in (key, value)}
+        if shapes != {(spec.kv_heads, spec.head_dim, DTYPES[spec.dtype])}:
+            raise RuntimeError(f"layer {layer} makes KV of {shapes}, the pool is {spec}")
         self._layers.add(layer)
         planes = self._pool.kv(layer)
-        layout = self._pool.spec.layout
         for plane, new in zip(planes, (key, value), strict=True):
             _store(plane, layout, self._write, new[0].transpose(0, 1))
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)

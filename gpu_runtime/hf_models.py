@@ -88,9 +88,10 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> Any:
             where=where,
         )
     auto = transformers().AutoModelForCausalLM
+    broken = import_module("safetensors").SafetensorError
     try:
         model = auto.from_pretrained(folder, local_files_only=True, dtype="auto")
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as exc:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, broken) as exc:
         raise ConfigError(
             f"the model cannot be loaded: {exc}", remedy="check its files", where=where
         ) from exc

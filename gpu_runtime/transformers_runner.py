@@ -75,7 +75,7 @@ class TransformersRunner:
         register()
         model.eval()
         model.set_attn_implementation(NAME)
-        self._model = model
+        self.model = model
         self.check_integrity()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._drafter, self._draft_tokens = drafter, draft_tokens
@@ -105,8 +105,8 @@ class TransformersRunner:
                 where=Where(key="pools.components"),
                 remedy="make them with component_spec_of(model)",
             )
-        if self._model.device != pool.data.device:
-            self._model.to(pool.data.device)
+        if self.model.device != pool.data.device:
+            self.model.to(pool.data.device)
         self._pool = pool
         return pool
 
@@ -149,7 +149,7 @@ class TransformersRunner:
         device = pool.data.device
         table = context.req_to_token.tables[pool.spec.name]
         step = PagedStep(spans, pool, table)
-        output = self._model(
+        output = self.model(
             input_ids=torch.from_numpy(tokens).to(device, torch.int64)[None],
             position_ids=torch.from_numpy(positions).to(device, torch.int64)[None],
             use_cache=False,
@@ -190,11 +190,11 @@ class TransformersRunner:
     def check_integrity(self) -> None:
         """Raise ConfigError when the model does not attend through the pools: its family does not
         let itself be changed, or somebody has changed it since."""
-        found = self._model.config.get_text_config(decoder=True)._attn_implementation
-        if found != NAME or self._model.training:
+        found = self.model.config.get_text_config(decoder=True)._attn_implementation
+        if found != NAME or self.model.training:
             raise ConfigError(
-                f"{type(self._model).__name__} has attention {found!r}"
-                f"{' and is in training' if self._model.training else ''}",
+                f"{type(self.model).__name__} has attention {found!r}"
+                f"{' and is in training' if self.model.training else ''}",
                 remedy="use a family with AttentionInterface, and leave the model to the runner",
                 where=Where(key="model"),
             )

@@ -34,6 +34,7 @@ class Mount:
 
 MOUNTS = {
     "replay": Mount("kvstrata.tools.replay", "replay", "Replay a trace through L1, L2 and L3."),
+    "generate": Mount("kvstrata.tools.generate", "generate", "Continue prompts with a model."),
     "config": Mount("kvstrata.tools.cli_config", "app", "Check and show configurations."),
     "backends": Mount("kvstrata.tools.cli_backends", "app", "List, show and test storage plugins."),
     "bench": Mount("kvstrata.tools.bench", "app", "Measure parts of kvstrata."),
