@@ -1,0 +1,87 @@
+"""Replays that are asked to end: a partial report, an L3 that the next run goes on with."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import time
+from typing import Any
+
+import pytest
+
+END_S = 5.0
+
+
+def start(kvstrata: Any, store: Any, trace: Any, **options: Any) -> Any:
+    """A replay that is well on its way."""
+    running = kvstrata.replay("replay-cache", trace, store, **options)
+    while len(store.frames()) < 40:
+        assert not running.ends_within(0.001)
+    return running
+
+
+def check_partial(done: Any, code: int, trace: Any) -> None:
+    assert done.code == code, done.err
+    assert "Traceback" not in done.err
+    assert "stopped early" in done.err
+    assert f"stopped early: {len(trace.requests)} were asked for" in done.out
+    assert "pages mismatched" in done.out
+    assert done.report["run"]["complete"] is False
+    assert done.report["requests"] < len(trace.requests)
+    assert done.report["pages_mismatched"] == 0
+
+
+def test_ctrl_c(kvstrata: Any, store: Any, opening: Any, names_of: Any, hits_on: Any) -> None:
+    running = start(kvstrata, store, opening)
+    running.send(signal.SIGINT)
+    done = running.wait()
+    check_partial(done, 130, opening)
+    assert done.report["requests"] > 0
+    before = store.check()
+    report = kvstrata.replay("replay-cache", opening, store).wait().ok()
+    expected = hits_on(names_of(opening, "replay-cache"), before)
+    assert report["page_hits"] + report["duplicates_in_flight"] == expected
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
+)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ended_now(
+    kvstrata: Any, store: Any, opening: Any, signals: Any, code: int, hangs: bool
+) -> None:
+    """SIGTERM, or a second Ctrl-C: what is under way is given up, also when storage hangs."""
+    plant = {"os": {"hang_on": 60}} if hangs else {}
+    running = start(kvstrata, store, opening, plant=plant)
+    for signum in signals:
+        running.send(signum)
+        running.ends_within(0.02)
+    began = time.monotonic()
+    done = running.wait(2 * END_S)
+    assert time.monotonic() - began < END_S
+    check_partial(done, code, opening)
+    store.headers()
+    if not hangs:
+        store.check()
+    kvstrata.replay("replay-cache", opening, store, "--requests", "30").wait().ok()
+    store.check()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ended_before_it_began(
+    kvstrata: Any, store: Any, small: Any, signum: int, code: int
+) -> None:
+    """While it waits for another process to open the root: nothing to report, no traceback."""
+    store.path.mkdir()
+    with (store.path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        running = kvstrata.replay("local", small, store, plant={"says_that_it_opens": {}})
+        while not (kvstrata.folder / "opens").exists():
+            assert not running.ends_within(0.001)
+        running.send(signum)
+        done = running.wait(END_S)
+    assert done.code == code, done.err
+    assert "Traceback" not in done.err
+    assert done.report == {}
+    kvstrata.replay("local", small, store, "--requests", "5").wait().ok()
+    store.check()
