@@ -33,7 +33,6 @@ from kvstrata.backends.filesystem.owners import (
     dead_owners,
     remove_owner,
     root_lock,
-    try_lock,
 )
 from kvstrata.backends.filesystem.reconcile import Reconciler
 from kvstrata.backends.frame import HEADER_BYTES
@@ -116,8 +115,9 @@ class FilesystemBackend(StorageBackend):
                 raise OSError(errno.ENAMETOOLONG, f"more than {_MAX_ROOT_BYTES} bytes")
             self._files = FrameFiles(root, self._settings.durability, self._sys)
             self._check_limit(self._files)
-            with root_lock(self._files.root_fd):
-                self._open_locked(self._files)
+            self._database = self._make_database(self._files)
+            with self._database.hold_root():
+                self._open_locked(self._files, self._database)
         except BaseException as error:
             self._release()
             if isinstance(error, OSError):
@@ -238,14 +238,15 @@ class FilesystemBackend(StorageBackend):
                 where=Where(key="max_bytes"),
             )
 
-    def _open_locked(self, files: FrameFiles) -> None:
+    def _make_database(self, files: FrameFiles) -> Database:
+        return Database(files.root, files.root_fd, lambda: not files.namespaces(), self._lost)
+
+    def _open_locked(self, files: FrameFiles, database: Database) -> None:
         """What needs the root's lock: nobody else opens, closes or removes dead owners now."""
-        root_fd = files.root_fd
-        self._owner = Owner(root_fd)
+        self._owner = Owner(files.root_fd)
         files.probe(self._owner.folder)
-        self._database = Database(files.root, root_fd, lambda: not files.namespaces(), self._lost)
-        self._database.open()
-        self._index = StoreIndex(self._database, self._owner.name, files)
+        database.open()
+        self._index = StoreIndex(database, self._owner.name, files)
         self._bury_dead(files, self._index)
         self._reconciler = Reconciler(self._index, files, self._trim)
 
@@ -266,13 +267,10 @@ class FilesystemBackend(StorageBackend):
 
     def _bury_dead_now(self, files: FrameFiles, index: StoreIndex) -> bool:
         """As `_bury_dead`, unless somebody else holds the root's lock."""
-        lock = try_lock("lock", files.root_fd)
-        if lock is None:
+        if self._database is None:
             return False
-        try:
-            return self._bury_dead(files, index)
-        finally:
-            os.close(lock)
+        with self._database.try_hold_root() as is_held:
+            return is_held and self._bury_dead(files, index)
 
     def _release(self) -> None:
         if self._database is not None:

@@ -11,7 +11,7 @@ import msgspec
 
 from kvstrata.backends.base import ObjectId
 from kvstrata.backends.filesystem.ledger import Ledger, Name
-from kvstrata.backends.filesystem.oserrors import describe
+from kvstrata.backends.filesystem.oserrors import IndexDamage, describe
 from kvstrata.boundary import Outcome
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,14 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode_manifest = msgspec.msgpack.Encoder().encode
-decode_manifest = msgspec.msgpack.Decoder(list[Entry]).decode
+_decode = msgspec.msgpack.Decoder(list[Entry]).decode
+
+
+def decode_manifest(manifest: bytes) -> list[Entry]:
+    try:
+        return _decode(manifest)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise IndexDamage(f"the manifest of a batch: {error}") from error
 
 
 class Missing(NamedTuple):
@@ -243,7 +250,8 @@ def end_batch(
         ledger.load(outer)
         for name in outer:
             row = ledger.find(name)
-            assert row is not None, "a pinned row stays"
+            if row is None:
+                raise IndexDamage("a pinned row is gone")
             row.pins -= 1
             ledger.changed(row)
             ledger.prune(row)

@@ -15,11 +15,11 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvstrata.backends.filesystem.oserrors import index_error, is_damage
-from kvstrata.backends.filesystem.owners import root_lock
+from kvstrata.backends.filesystem.owners import root_lock, try_lock
 from kvstrata.errors import ClosedError, StorageFullError
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,10 @@ CREATE TABLE batches(          -- reservations: frames that are being published
 class Database:
     """One connection, one transaction at a time. Thread-safe; unusable after a fork.
 
+    Two locks, always in this order: the one of this object, then the root's. Whoever holds the
+    root's has it from `hold_root`, so that a transaction within, which may find damage and need
+    it too, does not wait for its own thread.
+
     `is_empty` says whether a new generation is complete as it is: there are no frames on disk.
     `on_replaced` is called when it moved to another generation; it does not block.
     """
@@ -83,7 +87,8 @@ class Database:
         self._root_fd = root_fd
         self._is_empty = is_empty
         self._on_replaced = on_replaced
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._root_held = False
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
@@ -92,22 +97,58 @@ class Database:
     def path(self) -> str:
         return os.path.join(self._root, _file_name(self.generation))
 
+    @contextlib.contextmanager
+    def hold_root(self) -> Iterator[None]:
+        """Hold the root's lock (and this object's); within it, again is no wait.
+
+        Raises `StorageBusyError` when another process does not let go of it.
+        """
+        with self._lock:
+            if self._root_held:
+                yield
+                return
+            with root_lock(self._root_fd):
+                self._root_held = True
+                try:
+                    yield
+                finally:
+                    self._root_held = False
+
+    @contextlib.contextmanager
+    def try_hold_root(self) -> Iterator[bool]:
+        """As `hold_root`, but False at once when another process holds the root's lock."""
+        with self._lock:
+            if self._root_held:
+                yield True
+                return
+            lock = try_lock("lock", self._root_fd)
+            if lock is None:
+                yield False
+                return
+            self._root_held = True
+            try:
+                yield True
+            finally:
+                self._root_held = False
+                os.close(lock)
+
     def open(self) -> None:
-        """Connect to the current generation, or make one. Needs the root's lock."""
-        try:
-            self._connect(max(self._generations(), default=1))
-        except sqlite3.Error as error:
-            if not is_damage(error):
-                raise index_error(error, self.path) from error
-            self._replace()
+        """Connect to the current generation, or make one."""
+        with self.hold_root():
+            try:
+                self._connect(max(self._generations(), default=1))
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise index_error(error, self.path) from error
+                self._replace()
 
     def close(self) -> None:
         with self._lock:
             self._disconnect()
 
     def renew(self) -> None:
-        """Begin a new generation: this one cannot be trusted. Needs the root's lock."""
-        with self._lock:
+        """Begin a new generation: this one cannot be trusted."""
+        with self.hold_root():
             try:
                 self._replace()
             except sqlite3.Error as error:
@@ -126,7 +167,7 @@ class Database:
                     if not is_damage(error):
                         raise
                     logger.warning("the index %s is damaged (%s); rebuilding", self.path, error)
-                with root_lock(self._root_fd):
+                with self.hold_root():
                     self._replace()
                 return _transact(self._current(), work)
             except sqlite3.Error as error:
@@ -148,7 +189,7 @@ class Database:
         if self._connection is None or self._pid != os.getpid():
             raise ClosedError("the index is closed, or was opened by the parent of this process")
         if not self._is_newest():
-            with root_lock(self._root_fd):
+            with self.hold_root():
                 newest = max(self._generations(), default=0)
                 if newest <= self.generation:  # our own file has vanished
                     self._replace()

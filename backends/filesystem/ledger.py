@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstrata.backends.base import ObjectId
+from kvstrata.backends.filesystem.oserrors import IndexDamage
 
 Name = tuple[int, bytes]
 """A row's name: id of the namespace, page key."""
@@ -72,7 +73,7 @@ class Ledger:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
-        meta: tuple[int, ...] = connection.execute(f"SELECT {_META} FROM meta").fetchone()
+        meta: tuple[int, ...] = _the_row(connection.execute(f"SELECT {_META} FROM meta"))
         (
             self.used,
             self.objects,
@@ -107,7 +108,7 @@ class Ledger:
 
     def fingerprint(self, ns: int) -> bytes:
         query = "SELECT fingerprint FROM namespaces WHERE id=?"
-        fingerprint: bytes = self.connection.execute(query, (ns,)).fetchone()[0]
+        fingerprint: bytes = _the_row(self.connection.execute(query, (ns,)))[0]
         return fingerprint
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +136,7 @@ class Ledger:
         parent = self._by_id.get(row.parent)
         if parent is None:
             query = f"SELECT {_COLUMNS} FROM frames WHERE id=?"
-            parent = self._know(self.connection.execute(query, (row.parent,)).fetchone())
+            parent = self._know(_the_row(self.connection.execute(query, (row.parent,))))
         return parent
 
     def add(self, name: Name, parent: Row | None, depth: int) -> Row:
@@ -292,6 +293,14 @@ class Ledger:
     @staticmethod
     def _is_leaf(row: Row) -> bool:
         return bool(row.present) and not (row.children or row.pins)
+
+
+def _the_row(cursor: sqlite3.Cursor) -> Any:
+    """The first row of what this program has always written."""
+    row = cursor.fetchone()
+    if row is None:
+        raise IndexDamage("a row that other rows need is not there")
+    return row
 
 
 def all_rows(connection: sqlite3.Connection) -> list[Row]:

@@ -64,6 +64,15 @@ _BY_SQLITE: dict[int, type[StorageError]] = {
     sqlite3.SQLITE_IOERR: PermanentStorageError,
 }
 
+_DAMAGE = frozenset(
+    (
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CONSTRAINT,  # a row is in the table, and its index does not know it
+        sqlite3.SQLITE_MISMATCH,
+    )
+)
+
 
 def describe(error: OSError, path: str) -> str:
     """ "ENOSPC: No space left on device: objects/…" """
@@ -89,9 +98,15 @@ def config_error(error: OSError, path: str) -> ConfigError | StorageError:
     )
 
 
+class IndexDamage(sqlite3.DatabaseError):
+    """SQLite sees nothing wrong, but what it read is not what this program wrote."""
+
+
 def is_damage(error: sqlite3.Error) -> bool:
-    """The file of the index is not what SQLite wrote."""
-    return _primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    """The file of the index is not what was written."""
+    if isinstance(error, IndexDamage) or _primary_code(error) in _DAMAGE:
+        return True
+    return isinstance(error, sqlite3.OperationalError) and str(error).startswith("no such ")
 
 
 def index_error(error: sqlite3.Error, path: str) -> StorageError:

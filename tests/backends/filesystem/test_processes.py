@@ -239,7 +239,7 @@ def test_killed_at_any_moment(disk, make_pages, start_child, start_worker, seed,
         while time.perf_counter() < end:
             pass
         child.kill()
-        chains += [f"{seed}-{life * 1000 + i}" for i in range(whole + 4)]
+        chains += [f"{seed}-{life * 1000 + i}" for i in range(whole + 40)]
     backend = disk.open(max_bytes=bound)
     check_agrees(disk, backend)
     assert not bound or disk.used_bytes() <= bound

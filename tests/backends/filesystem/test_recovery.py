@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstrata.backends import HealthState
+from kvstrata.backends.filesystem import booking, owners
 from kvstrata.backends.filesystem.owners import boot_id
 from kvstrata.boundary import Outcome
 
@@ -39,26 +40,51 @@ def garble(path: Any) -> None:
         file.write(b"garbage!" * 512)
 
 
+def spoil_pages(path: Any, first: int, filler: bytes) -> None:
+    """Other bytes in place of all pages of 4 KiB from `first` (counted from 0) on."""
+    pages = path.stat().st_size // 4096
+    assert pages > first
+    with path.open("r+b") as file:
+        file.seek(4096 * first)
+        file.write(filler * ((pages - first) * 4096 // len(filler)))
+
+
+def run_sql(path: Any, sql: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.executescript(sql)
+    connection.close()
+
+
 DAMAGE = {
     "removed": lambda path: [p.unlink() for p in path.parent.glob("index-v1-*")],
     "emptied": lambda path: path.write_bytes(b""),
     "another file": lambda path: path.write_bytes(b"#!/bin/sh\n" * 1000),
     "first page": garble,
 }
+DAMAGE_WHILE_CLOSED = {
+    **DAMAGE,
+    "pages behind the first": lambda path: spoil_pages(path, 1, b"garbage!"),
+    "zeros behind the first": lambda path: spoil_pages(path, 1, bytes(8)),
+    "cut": lambda path: os.truncate(path, 4096),
+    "cut within a page": lambda path: os.truncate(path, 3 * 4096 + 77),
+    "no sums": lambda path: run_sql(path, "DELETE FROM meta"),
+    "no table": lambda path: run_sql(path, "DROP TABLE batches"),
+}
 
 
 # ── the database ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_while_closed(disk, make_pages, damage) -> None:
+@pytest.mark.parametrize("damage", DAMAGE_WHILE_CLOSED)
+def test_damaged_while_closed(disk, make_pages, monkeypatch, damage) -> None:
     """B094, B095: rebuilt from the frames alone, parents and depths too."""
+    monkeypatch.setattr(owners, "LOCK_WAIT_S", 0.0)  # nobody else holds the lock
     backend = disk.open()
     chains = [make_pages(chain=c) for c in "abc"]
     for chain in chains:
         backend.write(chain.writes(0, 4))
     backend.close(5)
-    DAMAGE[damage](database(disk))
+    DAMAGE_WHILE_CLOSED[damage](database(disk))
     backend = disk.open()
     check_agrees(disk, backend)
     assert backend.usage().objects == 12
@@ -92,6 +118,45 @@ def test_damaged_while_in_use(disk, make_pages, damage) -> None:
     check_agrees(disk, one)
     check_agrees(disk, two)
     assert one.usage().objects == 8
+
+
+@pytest.mark.parametrize("damage", ["garbage", "manifest", "pin"])
+def test_damage_met_under_the_lock_of_the_root(disk, make_pages, monkeypatch, damage) -> None:
+    """What finds the damage is the burial of a dead process, at the start and for a store that
+    finds no room. Neither waits for the lock that it holds itself."""
+    monkeypatch.setattr(owners, "LOCK_WAIT_S", 0.0)
+    backend, pages = disk.open(max_bytes=4 * FRAME), make_pages()
+    backend.write(pages.writes(0, 4))
+    before = backend.index.generation
+    (disk.root / "owners" / "dead").mkdir()
+    (disk.root / "owners" / "dead" / "lock").write_bytes(boot_id())
+    backend.index.flush()
+    path = database(disk)
+    if damage == "garbage":
+        backend.close(5)
+        spoil_pages(path, 1, b"garbage!")
+        backend = disk.open(max_bytes=4 * FRAME)
+    else:
+        bad = b"garbage" if damage == "manifest" else forged_manifest(pages)
+        connection = sqlite3.connect(path)
+        connection.execute("INSERT INTO batches VALUES (99, 'dead', 0, ?)", (bad,))
+        connection.commit()
+        connection.close()
+        with backend._database.try_hold_root() as is_held:
+            assert is_held
+        assert backend._bury_dead_now(backend.files, backend.index)
+    assert backend.index.generation == before + 1
+    assert backend.wait_for_scan(20)
+    assert not (disk.root / "owners" / "dead").exists()
+    assert backend.usage().objects == 4
+    check_agrees(disk, backend)
+
+
+def forged_manifest(pages: Any) -> bytes:
+    """Of a batch whose parent has no row."""
+    name, parent = pages.name(9), pages.name(8)
+    entry = booking.Entry.of(booking.NewPage(name, parent, 9, 4096))
+    return booking.encode_manifest([entry])
 
 
 def test_work_goes_on_during_a_rebuild(disk, make_pages) -> None:
