@@ -18,9 +18,11 @@ def report(core: RuntimeCore) -> StatusReport:
         PoolCapacity(Tier.L1, name, table.total, table.free, table.freeing)
         for name, table in core.tables.items()
     ]
-    waiting, reserve = staging.waiting, staging.reserve_pages
+    waiting, reserve, window = staging.waiting, staging.reserve_pages, staging.load_window
     capacity += [
-        PoolCapacity(Tier.L2, name, table.total, table.free, table.freeing, waiting, reserve)
+        PoolCapacity(
+            Tier.L2, name, table.total, table.free, table.freeing, waiting, reserve, window
+        )
         for name, table in staging.tables.items()
     ]
     costs = [

@@ -157,8 +157,8 @@ class Admission:
         if self._cache.mode is StagingMode.BUFFER_ONLY:
             return Tier.L1
         lead = next((i for i, node in enumerate(path) if not node.l1), len(path))
-        if any(node.l1 and not node.l2 for node in path[lead:]):
-            return Tier.L1
+        if any(node.l1 for node in path[lead:]):
+            return Tier.L1  # they may leave L2 while they are in L1
         return Tier.L2 if self._l2_need(path) <= self._l2_limit() else Tier.L1
 
     def _l2_need(self, path: list[Node]) -> int:
@@ -173,7 +173,7 @@ class Admission:
         """The most pages in L2 that requests may lock: a backup must always fit beside them, or
         pages in L1 could wait for room in L2 that is held for requests that wait for L1."""
         room = self._cache.rooms[Tier.L2]
-        return room.total - room.reserve - self._cache.move_pages
+        return min(room.total - room.reserve - self._cache.move_pages, room.window)
 
     def _admit(
         self, request: Request, path: list[Node], missing: list[_Missing], target: Tier
@@ -193,6 +193,7 @@ class Admission:
             cache.touch(path)
         self._claim(request, path)
         request.state = RequestState.STAGING
+        request.moves_short = False
         for part in missing:
             action_id = self._move(request, part, target)
             request.loads_open.add(action_id)
@@ -200,8 +201,11 @@ class Admission:
             request.state = RequestState.READY
 
     def _move(self, request: Request, part: _Missing, target: Tier) -> int:
+        wanted = sum(node.page_count for node in part.nodes)
+
         def done(n: int) -> None:
             request.loads_open.discard(action_id)
+            request.moves_short = request.moves_short or n < wanted
             self._settle(request)
 
         if part.tier is Tier.L3:
@@ -226,7 +230,7 @@ class Admission:
                 break
             came += node.page_count
         self.settled.append(request)
-        if came == wanted:
+        if came == wanted and not request.moves_short:
             request.state = RequestState.READY
         else:
             self.leave(request)
@@ -239,13 +243,27 @@ class Admission:
             return []
         return self._cache.tree.span(request.end_node, request.path_pages)
 
+    def extend_lock(self, request: Request, last: Node) -> None:
+        """Keep the pages that it has computed in L1, where its row holds them anyway."""
+        self._cache.tree.lock(last)
+        if request.last_node is not None:
+            self._cache.tree.unlock(request.last_node)
+        request.last_node = last
+
+    def send_back(self, request: Request) -> Request:
+        """To the queue again: its pages are not all where a batch could use them."""
+        self.leave(request)
+        request.state = RequestState.WAITING
+        return request
+
     def _claim(self, request: Request, path: list[Node]) -> None:
         page = 0
         for node in path:
             if not (node.l1 or node.l2):
                 break
             page += node.page_count
-        request.claimed_keys = [request.key(i) for i in range(page, request.full_pages)]
+        stop = request.full_pages if request.store else request.path_pages
+        request.claimed_keys = [request.key(i) for i in range(page, stop)]
         self._claimed.update(request.claimed_keys)
 
     def unclaim_keys(self, request: Request) -> None:
@@ -263,9 +281,10 @@ class Admission:
         self._footprint -= request.footprint_pages
         self._l2_pages -= request.l2_pages
         self.unclaim_keys(request)
-        if request.end_node is not None:
-            self._cache.tree.unlock(request.end_node)
-            request.end_node = None
+        for node in (request.last_node, request.end_node):
+            if node is not None:
+                self._cache.tree.unlock(node)
+        request.last_node = request.end_node = None
         request.path_pages = 0
 
     def check_integrity(self) -> None:

@@ -140,12 +140,7 @@ class CacheControl:
     def _note_load(self, action_id: int, load: _PendingLoad) -> None:
         self.tree.lock(load.end)
         self._loads[action_id] = load
-        self._take(load.target, load.count)
-
-    def _take(self, tier: Tier, pages: int, keep: int = 0) -> None:
-        """An action is going to take `pages` pages of a tier: make room for it, and remember."""
-        self.outbox.extend(self.evict_for(tier, pages + keep))
-        self.rooms.note_taken(tier, pages)
+        self.rooms.note_taken(load.target, load.count)
 
     def free(self, extents: Extents) -> Free:
         """Give a claim up; the action is returned, not queued."""
@@ -153,30 +148,34 @@ class CacheControl:
         self._others.add(action_id)
         return Free(action_id=action_id, extents=extents)
 
-    def evict_for(self, tier: Tier, need: int) -> list[Free]:
-        """Evict until `need` pages of a tier are free or on their way to be, as far as it goes."""
-        pages = self.rooms.lacks(tier, need)
+    def evict_for(self, tier: Tier, more: int = 0) -> list[Free]:
+        """Evict until what was asked of a tier, and `more` pages, fit, as far as it goes."""
+        pages = self.rooms.short(tier, more)
         victims = self.tree.evict(tier, pages) if pages > 0 else []
         gone = sum(page_count(extents) for _, extents in victims)
         self.counters[f"evicted_{tier.name.lower()}"] += gone
         self.rooms.note_freed(tier, gone)
         return [self.free(extents) for _, extents in victims]
 
-    def make_l2_room(self) -> None:
-        """Evict from L2 what the runtime says it lacks for queued loads and writes."""
-        room = self.rooms[Tier.L2]
-        if room.waiting and self.mode is StagingMode.CACHE:
-            self.outbox.extend(self.evict_for(Tier.L2, room.free + room.waiting))
+    def make_room(self) -> None:
+        """Evict for the actions in the outbox, and for what waits in the runtime. Once before they
+        are sent: evicting splits nodes, so nobody may be walking over some."""
+        self.outbox.extend(self.evict_for(Tier.L1))
+        if self.mode is StagingMode.CACHE:
+            self.outbox.extend(self.evict_for(Tier.L2))
 
     # ── pages that became READY ──────────────────────────────────────────────────────────────────
 
-    def insert_ready(self, prefix: KeyRun, run: KeyRun, extents: Extents) -> int:
-        """Pages of `run` are READY in L1; the tree takes them and backs them up.
+    def insert_ready(self, prefix: KeyRun, run: KeyRun, extents: Extents) -> tuple[Node, int]:
+        """Pages of `run` (at least one) are READY in L1; the tree takes them and backs them up.
 
         `prefix` are the pages of the chain before them, which the tree may have lost by now.
-        Returns how many pages were in L1 already: those are given back.
+        Returns the node that ends with the last one, and how many pages were in L1 already: those
+        are given back.
         """
         duplicates = at = 0
+        new: list[Node] = []
+        node: Node | None = None
         self.tree.insert(prefix)
         step = self.move_pages
         for start in range(0, run.page_count, step):
@@ -189,9 +188,12 @@ class CacheControl:
                     self.outbox.append(self.free(mine))
                 else:
                     self.tree.set_resident(node, Tier.L1, mine)
-                    self._write_back(node, Tier.L1)
+                    new.append(node)
+        for ready in new:
+            self._write_back(ready, Tier.L1)
+        assert node is not None, "a run has pages"
         self.counters["duplicate_pages"] += duplicates
-        return duplicates
+        return node, duplicates
 
     @property
     def move_pages(self) -> int:
@@ -224,15 +226,15 @@ class CacheControl:
         target = self._write.backup_target(node, ready, self.mode)
         if target is None or (target is Tier.L3 and not self._may_store(node)):
             return
-        if target is Tier.L2 and self._is_going_to_l2(node):
-            return
+        if node.l3 is L3State.COPYING:
+            return  # it is on its way to L2
         action_id = next(self._ids)
         if target is Tier.L3:
             self.tree.set_l3(node, L3State.QUEUED)
         else:
             if node.l3 is L3State.NONE:
                 self.tree.set_l3(node, L3State.COPYING)
-            self._take(Tier.L2, node.page_count, self.rooms[Tier.L2].reserve)
+            self.rooms.note_taken(Tier.L2, node.page_count, keep=self.rooms[Tier.L2].reserve)
         self._backups[action_id] = _PendingBackup(node, node.page_count, target)
         source = node.l2 if ready is Tier.L2 else node.l1
         self.outbox.append(
@@ -246,12 +248,6 @@ class CacheControl:
         )
         if target is Tier.L3:
             self._store_children(node)
-
-    def _is_going_to_l2(self, node: Node) -> bool:
-        """Is a copy of it under way, perhaps as a part of what has been split since?"""
-        pending = (p for p in self._backups.values() if p.target is Tier.L2)
-        alive = (p for p in pending if self.tree.is_alive(p.end))
-        return any(node in self.tree.span(p.end, p.count) for p in alive)
 
     def _may_store(self, node: Node) -> bool:
         """The prefix stays closed: no page is stored below one that is not stored or queued."""

@@ -18,6 +18,7 @@ class SchedulerSettings:
 
     page_tokens: int
     max_context_tokens: int = 131_072
+    max_requests: int = 64
     max_batch: int = 8
     chunk_tokens: int = 16_384
     lookahead: int = 16
@@ -48,6 +49,12 @@ def next_chunk(
         plan = RowPlan(row=handle, start=start, count=count)
         end = start + count
     return PlannedRow(request, plan, end, _pages(end, size) - _pages(start, size))
+
+
+def is_usable(path: list[Node]) -> bool:
+    """Can a row attach and restore `path`? Pages in L1 first, then pages in L2."""
+    lead = next((i for i, node in enumerate(path) if not node.l1), len(path))
+    return all(node.l2 and not node.l1 for node in path[lead:])
 
 
 def first_chunk(

@@ -74,12 +74,16 @@ class Request:
     """Leading pages that L3 said it has; -1 before the lookup."""
     end_node: Node | None = None
     """The locked last node of the path that it attaches and restores."""
+    last_node: Node | None = None
+    """The locked node that ends with the last page it has computed."""
     path_pages: int = 0
     """Pages of the path that ends with `end_node`. The nodes are asked from the tree each time
     (`TreeCore.span`): they may be split between."""
     hit_pages: Counter[Tier] = field(default_factory=Counter)
     loads_open: set[int] = field(default_factory=set)
     """Actions that fetch its pages."""
+    moves_short: bool = False
+    """Not all of those pages came."""
     claimed_keys: list[bytes] = field(default_factory=list)
     """Keys that it is going to load or compute; others wait for it rather than do it again."""
     footprint_pages: int = 0

@@ -17,6 +17,7 @@ class TierRoom:
     freeing: int = 0
     waiting: int = 0
     reserve: int = 0
+    window: int = 0
 
 
 class Rooms:
@@ -30,18 +31,31 @@ class Rooms:
         self.status: StatusReport | None = None
         """The last report."""
         self._rooms = {Tier.L1: TierRoom(), Tier.L2: TierRoom()}
+        self._taken = dict.fromkeys(self._rooms, 0)
+        self._keep = dict.fromkeys(self._rooms, 0)
 
     def __getitem__(self, tier: Tier) -> TierRoom:
         return self._rooms[tier]
 
-    def lacks(self, tier: Tier, need: int) -> int:
-        """Pages to evict before `need` are free or on their way to be; 0 or less: none."""
-        room = self._rooms[tier]
-        return need - room.free - room.freeing
+    def short(self, tier: Tier, more: int = 0) -> int:
+        """Pages to evict before all that was asked for, and `more`, fits; 0 or less: none.
 
-    def note_taken(self, tier: Tier, pages: int) -> None:
+        Pages that are being freed count as free. What waits in the runtime (`waiting`) has used up
+        all that the report called free.
+        """
+        room = self._rooms[tier]
+        if room.waiting:
+            lack = room.waiting + self._taken[tier] + more
+        else:
+            lack = more + self._keep[tier] - room.free
+        return lack - room.freeing
+
+    def note_taken(self, tier: Tier, pages: int, keep: int = 0) -> None:
+        """An action or a batch is going to take `pages`, and leaves `keep` free."""
         room = self._rooms[tier]
         self._rooms[tier] = replace(room, free=room.free - pages)
+        self._taken[tier] += pages
+        self._keep[tier] = max(self._keep[tier], keep)
 
     def note_freed(self, tier: Tier, pages: int) -> None:
         room = self._rooms[tier]
@@ -49,6 +63,8 @@ class Rooms:
 
     def note_status(self, status: StatusReport) -> None:
         self.status = status
+        self._taken = dict.fromkeys(self._rooms, 0)
+        self._keep = dict.fromkeys(self._rooms, 0)
         for tier in self._rooms:
             pools = [c for c in status.capacity if c.tier is tier]
             if pools:
@@ -58,6 +74,7 @@ class Rooms:
                     min(c.freeing for c in pools),
                     max(c.waiting for c in pools),
                     max(c.reserve for c in pools),
+                    min(c.window for c in pools),
                 )
 
     def __repr__(self) -> str:

@@ -31,11 +31,15 @@ from kvstrata.tiers.planning import (
     PlannedRow,
     SchedulerSettings,
     first_chunk,
+    is_usable,
     next_chunk,
     open_row,
 )
 from kvstrata.tiers.policies import PrefetchPolicy, RestorePolicy
 from kvstrata.tiers.request import Request, RequestResult, RequestState, new_request
+
+MAX_STILL_STEPS = 3
+"""Steps with open requests in which nothing was sent, under way or heard: more is a bug."""
 
 MAX_ATTEMPTS = 3
 """Restores of one request that may fail before it computes everything."""
@@ -65,13 +69,14 @@ class Scheduler:
         self._release: list[RequestRuntimeHandle] = []
         self._results: list[RequestResult] = []
         self._memory_short = False
+        self._still_steps = 0
         self._next_id = 1
         self.calls: Counter[str] = Counter()
         """Calls across RuntimeInterface, by method, and `batches`; `drain` are those while no
         request was open and the last pages went to storage."""
         self.counters: Counter[str] = Counter()
         """The ModelRunner's counters, summed; rows that needed a recompute."""
-        self._note(self._poll(0.0))
+        self._note(runtime.poll(0.0))
 
     # ── from outside ─────────────────────────────────────────────────────────────────────────────
 
@@ -136,16 +141,23 @@ class Scheduler:
         """Admit, send the batches that can be sent, and take events, for which it waits up to
         `timeout_s`. Returns the requests that ended."""
         self._advance()
+        sent = False
         while self._send():
+            sent = True
             self._advance()
+        self.cache.make_room()
         if self.cache.outbox:
             actions, self.cache.outbox = self.cache.outbox, []
             self._count("apply")
             self._runtime.apply(actions)
         waits = bool(self._batches or self.cache.in_flight)
-        self._note(self._poll(timeout_s if waits else 0.0))
-        if self._requests and not waits and not self._results:
-            self._check_progress()
+        self._count("poll")
+        events = self._runtime.poll(timeout_s if waits else 0.0, self._wake())
+        self._note(events)
+        moving = sent or waits or len(events) > 1 or self._results or not self._requests
+        self._still_steps = 0 if moving else self._still_steps + 1
+        if self._still_steps > MAX_STILL_STEPS:
+            raise IntegrityError(f"no progress: {self.describe()}")
         results, self._results = self._results, []
         return results
 
@@ -188,11 +200,8 @@ class Scheduler:
             if verdict is Verdict.ADMITTED:
                 self._queue.remove(request)
                 room -= 1
-                self._stage(request)
-
-    def _stage(self, request: Request) -> None:
-        if request.state is RequestState.READY:
-            self._ready.append(request)
+                if request.state is RequestState.READY:
+                    self._ready.append(request)
 
     # ── batches ──────────────────────────────────────────────────────────────────────────────────
 
@@ -219,7 +228,12 @@ class Scheduler:
                 need += row.new_pages
         opening = 0
         while self._ready and len(rows) < limit:
+            if len(self._running) + opening >= self.settings.max_requests:
+                break
             path = self.admission.path(self._ready[0])
+            if not is_usable(path):
+                self._queue.appendleft(self.admission.send_back(self._ready.popleft()))
+                continue
             row = first_chunk(self._ready[0], path, opening, self.settings)
             if not self._may_take(need + row.new_pages):
                 break
@@ -237,6 +251,7 @@ class Scheduler:
 
     def _send_batch(self, rows: list[PlannedRow]) -> bool:
         cache = self.cache
+        cache.make_room()
         need = sum(row.new_pages for row in rows)
         frees = cache.evict_for(Tier.L1, need)
         actions, cache.outbox = cache.outbox, []
@@ -281,17 +296,12 @@ class Scheduler:
     def _count(self, call: str) -> None:
         self.calls[call if self._requests else "drain"] += 1
 
-    def _poll(self, timeout_s: float) -> list[Event]:
-        self._count("poll")
-        return self._runtime.poll(timeout_s, self._wake())
-
     def _note(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, BatchDone):
                 self._batch_done(event)
             else:
                 self.cache.handle(event)
-        self.cache.make_l2_room()
         settled, self.admission.settled = self.admission.settled, []
         for request in settled:
             if request.state is RequestState.READY:
@@ -342,7 +352,8 @@ class Scheduler:
                 continue
             run = request.chain.run(start, end)
             mine = slice_extents(result.extents, start - first, end - first)
-            duplicates = self.cache.insert_ready(request.chain.run(0, start), run, mine)
+            last, duplicates = self.cache.insert_ready(request.chain.run(0, start), run, mine)
+            self.admission.extend_lock(request, last)
             if start >= restored:
                 prompt = max(0, min(end, request.full_pages) - start)
                 request.duplicate_pages += min(duplicates, prompt)
@@ -375,17 +386,7 @@ class Scheduler:
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
-    def _check_progress(self) -> None:
-        """Requests are open and nothing is under way: then something can be sent now."""
-        if self._ready or self._release or self.cache.outbox or not self._queue:
-            return
-        verdict = self.admission.try_admit(self._queue[0])
-        if verdict is not Verdict.ADMITTED:
-            raise IntegrityError(f"no progress: {verdict.value}; {self.describe()}")
-        self._stage(self._queue.popleft())
-
     def describe(self) -> str:
-        """One line for errors."""
         states = Counter(r.state.value for r in self._requests.values())
         return (
             f"requests {dict(states)}, batches {len(self._batches)}, "

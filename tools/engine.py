@@ -142,6 +142,7 @@ def open_engine(config: Config, runner: ModelRunner, *, max_batch: int | None = 
     settings = SchedulerSettings(
         page_tokens=config.pools.page_tokens,
         max_context_tokens=config.pools.max_context_tokens,
+        max_requests=config.pools.max_requests,
         max_batch=max_batch or config.scheduler.max_batch,
         chunk_tokens=config.scheduler.chunk_tokens,
         lookahead=config.scheduler.lookahead,

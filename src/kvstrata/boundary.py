@@ -340,7 +340,8 @@ class TierDegraded(RuntimeEvent, frozen=True, tag=True, kw_only=True):
 
 class PoolCapacity(msgspec.Struct, frozen=True, array_like=True):
     """Pages of one pool in one tier. L2 only: `waiting` pages must become free before what is
-    queued in the runtime fits, and backups leave `reserve` pages to loads."""
+    queued in the runtime fits, backups leave `reserve` pages to loads, and one prefetch to L2 may
+    have `window` pages at most."""
 
     tier: Tier
     pool: str
@@ -349,6 +350,7 @@ class PoolCapacity(msgspec.Struct, frozen=True, array_like=True):
     freeing: int
     waiting: int = 0
     reserve: int = 0
+    window: int = 0
 
 
 class PathCost(msgspec.Struct, frozen=True, array_like=True):

@@ -219,6 +219,7 @@ def make_small() -> Iterator[MakeSmall]:
         with_l3: bool = True,
         deadlines: Deadlines | None = None,
         max_rows: int = 16,
+        backend_cap: float = 0.75,
         make_device: Callable[[Timeline], Device] = CpuDevice,
         runner: GatedRunner | None = None,
         **scheduler: Any,
@@ -237,7 +238,7 @@ def make_small() -> Iterator[MakeSmall]:
             page_tokens=PAGE,
             max_requests=max_rows,
             max_context_tokens=4096,
-            staging=StagingSettings(total_bytes=l2 * stride),
+            staging=StagingSettings(total_bytes=l2 * stride, backend_cap=backend_cap),
             mode=StagingMode(mode),
         )
         runtime = LocalGPURuntime(settings, runner, worker, make_device=make_device)
@@ -253,7 +254,9 @@ def make_small() -> Iterator[MakeSmall]:
             cache,
             policy_class("prefetch", "wait_complete")(),
             policy_class("restore", "always")(),
-            SchedulerSettings(page_tokens=PAGE, max_context_tokens=4096, **scheduler),
+            SchedulerSettings(
+                page_tokens=PAGE, max_context_tokens=4096, max_requests=max_rows, **scheduler
+            ),
         )
         opened.append(Small(runtime, engine, runner, backend))
         return opened[-1]
