@@ -171,7 +171,7 @@ class FilesystemBackend(StorageBackend):
                 results.append(PageResult(Outcome.LOADED, nbytes))
         try:
             self.index.touch(touched, vanished)
-        except StorageError as error:
+        except KvstrataError as error:  # what was read is good all the same
             logger.warning("the index of %s is not up to date: %s", files.root, error)
         return results
 
@@ -191,7 +191,7 @@ class FilesystemBackend(StorageBackend):
                 stored += [False] * (len(reservation.entries) - len(stored))
                 try:
                     index.settle(reservation, stored)
-                except StorageError as error:  # the frames are there all the same
+                except KvstrataError as error:  # the frames are there all the same
                     if isinstance(error, StorageFullError):
                         self._extra_bytes += _EXTRA * sum(page.cost for page in pages)
                     logger.warning("the index of %s is not up to date: %s", files.root, error)
@@ -269,8 +269,12 @@ class FilesystemBackend(StorageBackend):
         """As `_bury_dead`, unless somebody else holds the root's lock."""
         if self._database is None:
             return False
-        with self._database.try_hold_root() as is_held:
-            return is_held and self._bury_dead(files, index)
+        try:
+            with self._database.try_hold_root() as is_held:
+                return is_held and self._bury_dead(files, index)
+        except (OSError, StorageError) as error:
+            logger.warning("what dead processes left in %s stays: %s", files.root, error)
+            return False
 
     def _release(self) -> None:
         if self._database is not None:

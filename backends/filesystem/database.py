@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvstrata.backends.filesystem.oserrors import index_error, is_damage
+from kvstrata.backends.filesystem.oserrors import index_error, is_damage, storage_error
 from kvstrata.backends.filesystem.owners import root_lock, try_lock
 from kvstrata.errors import ClosedError, StorageFullError
 
@@ -90,6 +90,7 @@ class Database:
         self._lock = threading.RLock()
         self._root_held = False
         self._pid = os.getpid()
+        self._closed = False
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
 
@@ -136,14 +137,13 @@ class Database:
         """Connect to the current generation, or make one."""
         with self.hold_root():
             try:
-                self._connect(max(self._generations(), default=1))
+                self._move_to(max(self._generations(), default=1))
             except sqlite3.Error as error:
-                if not is_damage(error):
-                    raise index_error(error, self.path) from error
-                self._replace()
+                raise index_error(error, self.path) from error
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._disconnect()
 
     def renew(self) -> None:
@@ -157,7 +157,8 @@ class Database:
     def run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         """`work` in one immediate transaction. It may be run twice: after damage is found.
 
-        Raises `StorageError` for what SQLite raises, `ClosedError` after `close` or in a fork.
+        Raises `StorageError` for what SQLite or the system raises, `ClosedError` after `close` or
+        in a fork.
         """
         with self._lock:
             try:
@@ -175,6 +176,8 @@ class Database:
                 if isinstance(translated, StorageFullError):
                     self._shrink()
                 raise translated from error
+            except OSError as error:  # of the lock, of a new generation, or of a frame
+                raise storage_error(error, error.filename or self._root) from error
 
     def _shrink(self) -> None:
         """The disk is full: give back what the log of the database takes."""
@@ -185,16 +188,14 @@ class Database:
     # ── generations ──────────────────────────────────────────────────────────────────────────────
 
     def _current(self) -> sqlite3.Connection:
-        """The connection to the newest generation."""
-        if self._connection is None or self._pid != os.getpid():
+        """The connection to the newest generation. If it cannot be had now, the next call tries
+        again."""
+        if self._closed or self._pid != os.getpid():
             raise ClosedError("the index is closed, or was opened by the parent of this process")
-        if not self._is_newest():
+        if self._connection is None or not self._is_newest():
             with self.hold_root():
-                newest = max(self._generations(), default=0)
-                if newest <= self.generation:  # our own file has vanished
-                    self._replace()
-                else:
-                    self._connect(newest)
+                self._replace()  # or move to what another process has made
+        assert self._connection is not None, "connected, or it has raised"
         return self._connection
 
     def _is_newest(self) -> bool:
@@ -209,34 +210,51 @@ class Database:
     def _replace(self) -> None:
         """Move to a generation after the one that is damaged or lost. Needs the root's lock."""
         newest = max(self._generations(), default=0)
-        self._connect(newest if newest > self.generation else self.generation + 1)
+        self._move_to(newest if newest > self.generation else self.generation + 1)
+
+    def _move_to(self, generation: int) -> None:
+        """Connect to `generation`, or to the one after all that are there if it is damaged."""
+        try:
+            self._connect(generation)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            logger.warning("generation %d of the index is damaged (%s)", generation, error)
+            self._connect(max(self._generations(), default=generation) + 1)
 
     def _connect(self, generation: int) -> None:
-        self._disconnect()
-        if self.generation:
-            self._on_replaced()
-        self.generation = generation
-        self._create(_file_name(generation))
+        """Leave the connection there is, if any, when the new one works, not before."""
+        name = _file_name(generation)
+        inode = self._create(name)
         connection = sqlite3.connect(
-            self.path,
+            os.path.join(self._root, name),
             timeout=_BUSY_WAIT_S,
             isolation_level=None,
             check_same_thread=False,
             cached_statements=512,
         )
-        self._connection = connection
-        _configure(connection)
-        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if not tables:
-            complete = int(self._is_empty())
-            values = f"INSERT INTO meta VALUES (1, 0, 0, 0, 1, 0, 0, {complete});"
-            connection.executescript(f"BEGIN IMMEDIATE;{SCHEMA}{values}COMMIT;")
-        for old in self._generations():
-            if old < generation:
-                self._remove(old)
+        try:
+            _configure(connection)
+            tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if not tables:
+                complete = int(self._is_empty())
+                values = f"INSERT INTO meta VALUES (1, 0, 0, 0, 1, 0, 0, {complete});"
+                connection.executescript(f"BEGIN IMMEDIATE;{SCHEMA}{values}COMMIT;")
+        except BaseException:
+            connection.close()
+            raise
+        self._disconnect()
+        is_first, self.generation = self.generation == 0, generation
+        self._connection, self._inode = connection, inode
+        if not is_first:
+            self._on_replaced()
+        with contextlib.suppress(OSError):  # who comes next tries again
+            for old in self._generations():
+                if old < generation:
+                    self._remove(old)
 
-    def _create(self, name: str) -> None:
-        """Make the file, for its owner only; SQLite gives its other files the same mode.
+    def _create(self, name: str) -> int:
+        """Make the file, for its owner only; SQLite gives its other files the same mode. Its inode.
 
         An existing file is not even opened: closing it would drop the locks that SQLite holds on
         it for other connections of this process.
@@ -248,7 +266,7 @@ class Database:
                 os.fchmod(fd, 0o600)  # whatever the umask
             finally:
                 os.close(fd)
-        self._inode = os.stat(name, dir_fd=self._root_fd).st_ino
+        return os.stat(name, dir_fd=self._root_fd).st_ino
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
