@@ -16,19 +16,24 @@ from kvstrata.backends.base import ObjectId
 from kvstrata.backends.filesystem.booking import NewPage
 from kvstrata.backends.filesystem.files import FoundFile, FrameFiles
 from kvstrata.backends.filesystem.index import FoundFrame, StoreIndex
+from kvstrata.backends.filesystem.oserrors import storage_error
 from kvstrata.backends.filesystem.owners import try_lock
 from kvstrata.backends.frame import HEADER_BYTES, parse_header
-from kvstrata.errors import CorruptFrameError, KvstrataError
+from kvstrata.errors import CorruptFrameError, KvstrataError, StorageBusyError
 
 logger = logging.getLogger(__name__)
 
 _CHUNK = 256
 """Most frames that one transaction enters: others wait for it."""
 _ASK_AGAIN_S = 0.1
+_RETRY_S = 0.1
+"""The pause after a scan that failed; doubled with each that follows, up to the next."""
+_RETRY_MOST_S = 30.0
 
 
 class Reconciler:
-    """A thread that scans when it is asked to. `trim` evicts what is over the limits; it is called
+    """A thread that scans when it is asked to, and again when a scan fails, until one does not:
+    nothing is stored under a limit before. `trim` evicts what is over the limits; it is called
     before and after a scan."""
 
     def __init__(self, index: StoreIndex, files: FrameFiles, trim: Callable[[], None]) -> None:
@@ -62,7 +67,7 @@ class Reconciler:
         return not self._thread.is_alive()
 
     def wait(self, deadline_s: float) -> bool:
-        """True when every scan that was asked for has ended."""
+        """True when every scan that was asked for has ended well."""
         with self._condition:
             return self._condition.wait_for(lambda: not (self._wanted or self._busy), deadline_s)
 
@@ -73,21 +78,36 @@ class Reconciler:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self) -> None:
+        pause_s = _RETRY_S
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._wanted or self._stop.is_set())
                 if self._stop.is_set():
                     return
                 self._wanted, self._busy = False, True
-            try:
-                self._reconcile()
-            except (OSError, KvstrataError) as error:
-                if not self._stop.is_set():
-                    logger.warning("the scan of %s failed: %s", self._files.root, error)
-            finally:
-                with self._condition:
-                    self._busy = False
-                    self._condition.notify_all()
+            is_well = self._try()
+            with self._condition:
+                self._busy = False
+                self._wanted |= not is_well
+                self._condition.notify_all()
+            if is_well:
+                pause_s = _RETRY_S
+            else:
+                self._stop.wait(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_MOST_S)
+
+    def _try(self) -> bool:
+        """True if there is no need to scan again."""
+        try:
+            self._reconcile()
+        except (OSError, KvstrataError) as error:
+            if not self._stop.is_set():
+                logger.warning("a scan of %s failed; it is repeated: %s", self._files.root, error)
+        except Exception:  # a bug; the thread has to live on all the same
+            logger.exception("a scan of %s failed; it is repeated", self._files.root)
+        else:
+            return True
+        return False
 
     def _reconcile(self) -> None:
         """Scan, unless another process does; then wait until the index is complete."""
@@ -115,6 +135,8 @@ class Reconciler:
                 try:
                     self._scan_shard(namespace, first_byte)
                 except OSError as error:  # of one folder; the others are not less known for it
+                    if _may_pass(error):
+                        raise
                     logger.warning("part of %s cannot be scanned: %s", files.root, error)
         index.set_complete(generation)
         self._trim()
@@ -141,8 +163,17 @@ class Reconciler:
         try:
             nbytes = self._files.read(name, (self._header,))
             header = parse_header(self._header[:nbytes])
-        except (OSError, CorruptFrameError):
+        except CorruptFrameError:
+            return FoundFrame(page, file.modified_us)
+        except OSError as error:
+            if _may_pass(error):
+                raise
             return FoundFrame(page, file.modified_us)
         if header.object == name and header.parent is not None:
             page = NewPage(name, header.parent, header.depth, cost)
         return FoundFrame(page, file.modified_us)
+
+
+def _may_pass(error: OSError) -> bool:
+    """No fault of the folder or file: the same may work soon."""
+    return isinstance(storage_error(error, ""), StorageBusyError)

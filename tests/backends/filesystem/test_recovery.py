@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from kvstrata.backends import HealthState
+from kvstrata.backends.filesystem import files, index, reconcile
 from kvstrata.backends.filesystem.owners import boot_id
 from kvstrata.boundary import Outcome
+from kvstrata.errors import StorageBusyError
 
 LOADED, STORED, EXISTS = Outcome.LOADED, Outcome.STORED, Outcome.EXISTS
 MISSING, FULL, PARENT_MISSING = Outcome.MISSING, Outcome.FULL, Outcome.PARENT_MISSING
@@ -141,6 +145,64 @@ def test_a_busy_database(disk, make_pages, monkeypatch) -> None:
     backend.files.publish = publish
     check_agrees(disk, backend)
     assert outcomes(backend.write(pages.writes(4, 5))) == [STORED]
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (index.StoreIndex, "set_complete"),
+        (index.StoreIndex, "reconcile"),
+        (files.FrameFiles, "shard"),
+        (files.FrameFiles, "read"),
+        (reconcile, "try_lock"),
+    ],
+)
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageBusyError("SQLITE_BUSY: database is locked"),
+        OSError(errno.EMFILE, "Too many open files"),
+        KeyError("a bug"),
+    ],
+)
+def test_a_scan_that_fails(disk, make_pages, monkeypatch, where, name, error) -> None:
+    """It is repeated until one does not fail: without a complete index nothing may be stored under
+    a limit."""
+    monkeypatch.setattr(reconcile, "_RETRY_S", 0.001)
+    backend, pages = disk.open(), make_pages()
+    backend.write(pages.writes(0, 2))
+    backend.close(5)
+    for path in disk.root.glob("index-v1-*"):
+        path.unlink()
+    failures, real = [error] * 3, getattr(where, name)
+
+    def called(*args: Any) -> Any:
+        if failures and threading.current_thread().name == "kvstrata-scan":
+            raise failures.pop()
+        return real(*args)
+
+    monkeypatch.setattr(where, name, called)
+    backend = disk.open(max_bytes=4 * FRAME)
+    assert not failures
+    assert backend.health().state is HealthState.OK
+    assert outcomes(backend.write(pages.writes(2, 3))) == [STORED]
+    check_agrees(disk, backend)
+
+
+def test_close_does_not_wait_for_the_next_scan(disk, monkeypatch) -> None:
+    def fail(*_: Any) -> None:
+        failed.set()
+        raise StorageBusyError("for ever")
+
+    failed = threading.Event()
+    monkeypatch.setattr(reconcile, "_RETRY_S", 1000.0)
+    monkeypatch.setattr(index.StoreIndex, "set_complete", fail)
+    backend = disk.open(wait=False)
+    assert failed.wait(20)
+    started = time.monotonic()
+    backend.close(20)
+    assert time.monotonic() - started < 10
+    assert backend._reconciler is None
 
 
 # ── changes from outside ─────────────────────────────────────────────────────────────────────────
