@@ -57,9 +57,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The worker's part of a backend's table in the config file."""
 
     on_full: Literal["block", "drop"] = "block"
-    """A store that does not fit waits for room until its deadline, or is dropped at once."""
+    """A store that does not fit waits for room until its deadline, or is dropped at once: room in
+    the backend and room in the queue. With "block", what bounds the stores that wait is their
+    caller, who lends a buffer for each page until it has an answer."""
     queue_pages: int = 16384
-    """Most pages that wait in each class (lookups, loads, stores); more are OVERLOADED."""
+    """Most pages that wait in each class (lookups, loads, drops, and with `on_full = "drop"`
+    stores); more are answered with OVERLOADED."""
     full_poll_s: float = 0.05
     """How often a store that waits for room tries again, if the backend reports no eviction."""
 

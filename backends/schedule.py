@@ -99,7 +99,7 @@ class Schedule:
         pages, operation = len(job.items), job.operation
         job.queued_at = now
         self._live.add(job)
-        queued = self._queued_pages[operation]
+        is_crowded = self._is_crowded(operation, pages)
         self._queued_pages[operation] += pages
         self._stores += operation is Operation.STORE
         job.state = JobState.WAITING
@@ -109,7 +109,7 @@ class Schedule:
             self._end(job, None)
         elif job.deadline <= now:
             self._end(job, Outcome.TIMEOUT)
-        elif queued and queued + pages > self.settings.queue_pages:
+        elif is_crowded:
             self._end(job, Outcome.OVERLOADED)
         else:
             if job.deadline < math.inf:
@@ -245,6 +245,14 @@ class Schedule:
             self._stop(job, JobState.QUEUED, now)
             self._queued_pages[job.operation] += len(job.items) - job.next
             self._queues[job.operation].appendleft(job)
+
+    def _is_crowded(self, operation: Operation, pages: int) -> bool:
+        """Whether so many more do not fit into the queue. Stores that may wait always do: their
+        buffers, which the caller has lent, bound them."""
+        if operation is Operation.STORE and self.settings.on_full == "block":
+            return False
+        queued = self._queued_pages[operation]
+        return queued > 0 and queued + pages > self.settings.queue_pages
 
     def _admit(self, job: Job) -> bool:
         """Queue a job that waits for nothing; False if its first page has lost its parent."""

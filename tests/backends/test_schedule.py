@@ -77,6 +77,9 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.by_job[id(job)] = (job, seen)
         self.schedule.submit(job, self.now)
         self.deliver()
+        if operation is Operation.STORE and seen.results:
+            outcomes = {result.outcome for result in seen.results[0].pages}
+            assert Outcome.OVERLOADED not in outcomes, "a store was skipped"
 
     @staticmethod
     def release(seen: Seen) -> None:

@@ -122,12 +122,13 @@ def test_a_long_row_of_dependent_jobs(start_worker, scripted, make_pages, make_g
 
 
 def test_full_queue(start_worker, scripted, make_pages, make_gate) -> None:
-    """B072, B077: what arrives faster than it is done is refused and counted, class by class."""
+    """B072, B077: what arrives faster than it is done is refused and counted, class by class (and
+    stores if they may be dropped)."""
     gate, pages = make_gate(), make_pages()
     for operation in ("read", "write", "exists"):
         scripted.hooks[operation] = gate
     scripted.threads = 1
-    jobs = start_worker(scripted, queue_pages=8)
+    jobs = start_worker(scripted, queue_pages=8, on_full="drop")
     running = jobs.load(pages.loads(0, 2))
     gate.wait_entered()
     queued = [jobs.load(pages.loads(0, 4)) for _ in range(2)]
@@ -145,6 +146,24 @@ def test_full_queue(start_worker, scripted, make_pages, make_gate) -> None:
     assert jobs.worker.stats().queued_pages_now == dict.fromkeys(
         ("lookup", "load", "store", "drop"), 0
     )
+
+
+def test_a_full_queue_skips_no_store(start_worker, scripted, make_pages) -> None:
+    """`on_full = "block"`: stores wait, however many, and loads go ahead of them."""
+    gate, pages = scripted.hold("write"), make_pages()
+    jobs = start_worker(scripted, queue_pages=8, on_full="block")
+    chains = [make_pages(chain=str(i)) for i in range(20)]
+    stores = [jobs.store(chain.stores(0, 4)) for chain in chains]
+    gate.wait_entered()
+    children = [jobs.store(chain.stores(4, 5)) for chain in chains]
+    assert jobs.load(pages.loads(0, 4)).outcomes() == [MISSING] * 4
+    jobs.worker.check_integrity()
+    assert jobs.worker.stats().queued_pages_now["store"] > 8
+    gate.open()
+    assert [store.outcomes() for store in stores] == [[STORED] * 4] * 20
+    assert [store.outcomes() for store in children] == [[STORED]] * 20
+    assert jobs.worker.flush(20)
+    assert jobs.worker.stats().pages["store"] == {STORED: 100}
 
 
 def test_drop_when_full(start_worker, make_scripted, make_pages) -> None:
