@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from kvstrata.backends.base import PageResult
 from kvstrata.boundary import Outcome
-from kvstrata.errors import (
-    CorruptFrameError,
-    StorageAccessError,
-    StorageBusyError,
-    StorageError,
-    StorageFullError,
-    StorageTimeoutError,
-    StorageUnavailableError,
-)
+from kvstrata.errors import StorageError
 
-_OUTCOMES: tuple[tuple[type[StorageError], Outcome], ...] = (
-    (StorageTimeoutError, Outcome.TIMEOUT),
-    (StorageUnavailableError, Outcome.UNAVAILABLE),
-    (StorageBusyError, Outcome.OVERLOADED),
-    (StorageFullError, Outcome.FULL),
-    (StorageAccessError, Outcome.ACCESS),
-    (CorruptFrameError, Outcome.CORRUPT),
-)
+_BY_CAUSE = {
+    "timeout": Outcome.TIMEOUT,
+    "unavailable": Outcome.UNAVAILABLE,
+    "retryable": Outcome.UNAVAILABLE,
+    "busy": Outcome.OVERLOADED,
+    "full": Outcome.FULL,
+    "access": Outcome.ACCESS,
+    "corrupt": Outcome.CORRUPT,
+}
+"""By `StorageError.cause`. Any other is an ERROR."""
 
 
 def outcome_of(error: BaseException) -> Outcome:
     """The label of `error`; `ERROR` for what is not a `StorageError`."""
-    for kind, outcome in _OUTCOMES:
-        if isinstance(error, kind):
-            return outcome
-    return Outcome.ERROR
+    return (
+        _BY_CAUSE.get(error.cause, Outcome.ERROR)
+        if isinstance(error, StorageError)
+        else Outcome.ERROR
+    )
 
 
 def failure(error: BaseException) -> PageResult:
