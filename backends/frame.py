@@ -38,6 +38,7 @@ from kvstrata.errors import CorruptFrameError
 HEADER_BYTES = 4096
 MAGIC = b"KVSTRATA"
 FORMAT_VERSION = 1
+"""Part of the namespace, so that programs with different formats share no frame."""
 CODEC_NONE = 0
 CHECKSUM_XXH3_64 = 1
 
@@ -50,6 +51,11 @@ _PADDING = bytes(_CHECK_AT - _FIELDS.size)
 
 payload_checksum = xxhash.xxh3_64_intdigest
 """`CHECKSUM_XXH3_64` of a buffer."""
+
+
+class ForeignFrameError(CorruptFrameError):
+    """A frame of another format, which another version of this program may well read: to this one
+    it is as good as not there, and it is not removed."""
 
 
 class FrameHeader(msgspec.Struct, frozen=True):
@@ -110,8 +116,8 @@ def encode_header(
 def parse_header(buffer: Buffer) -> FrameHeader:
     """The header in the first 4 KiB of `buffer`.
 
-    Raises `CorruptFrameError` with the reason: too short, not a frame, another format version, a
-    wrong header checksum, an unknown codec or checksum.
+    Raises `CorruptFrameError` with the reason: too short, not a frame, a wrong header checksum;
+    `ForeignFrameError` for another format version, an unknown codec or checksum.
     """
     if buffer.nbytes < HEADER_BYTES:
         raise CorruptFrameError(f"only {buffer.nbytes} of {HEADER_BYTES} header bytes are there")
@@ -132,13 +138,13 @@ def parse_header(buffer: Buffer) -> FrameHeader:
     if magic != MAGIC:
         raise CorruptFrameError(f"not a frame: it begins with {magic!r}")
     if version != FORMAT_VERSION:
-        raise CorruptFrameError(f"format version {version}; this program reads {FORMAT_VERSION}")
+        raise ForeignFrameError(f"format version {version}; this program reads {FORMAT_VERSION}")
     if _CHECK.unpack_from(buffer, _CHECK_AT)[0] != payload_checksum(buffer[:_CHECK_AT]):
         raise CorruptFrameError("the header's checksum is wrong")
     if checksum_kind != CHECKSUM_XXH3_64:
-        raise CorruptFrameError(f"checksum kind {checksum_kind} is unknown")
+        raise ForeignFrameError(f"checksum kind {checksum_kind} is unknown")
     if codec != CODEC_NONE:
-        raise CorruptFrameError(f"codec {codec} is unknown")
+        raise ForeignFrameError(f"codec {codec} is unknown")
     return FrameHeader(
         namespace,
         key,

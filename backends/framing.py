@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstrata.backends.base import (
@@ -15,13 +15,24 @@ from kvstrata.backends.base import (
     StorageBackend,
     WriteRequest,
 )
-from kvstrata.backends.frame import HEADER_BYTES, encode_header, parse_header, verify
+from kvstrata.backends.frame import (
+    HEADER_BYTES,
+    ForeignFrameError,
+    encode_header,
+    parse_header,
+    verify,
+)
 from kvstrata.backends.jobs import Chunk, Operation, PageIO
 from kvstrata.backends.outcomes import failure, outcome_of
+from kvstrata.backends.unreadable import Unreadable
 from kvstrata.boundary import Outcome
 from kvstrata.errors import CorruptFrameError, StorageError
 
 logger = logging.getLogger(__name__)
+
+_UNREADABLE = (Outcome.ACCESS, Outcome.ERROR)
+"""Of a page, while the call as a whole went well: the fault is the frame's."""
+_BAD = (Outcome.CORRUPT, *_UNREADABLE)
 
 
 class FrameIO:
@@ -31,9 +42,18 @@ class FrameIO:
     `FrameIO`, so that together they are a pool of `concurrency * max_batch` that nobody waits for.
     """
 
-    def __init__(self, name: str, backend: StorageBackend, max_batch: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: StorageBackend,
+        max_batch: int,
+        unreadable: Unreadable,
+        on_removed: Callable[[Sequence[ObjectId]], None],
+    ) -> None:
         self._name = name
         self._backend = backend
+        self._unreadable = unreadable
+        self._on_removed = on_removed
         slab = memoryview(mmap.mmap(-1, max_batch * HEADER_BYTES))
         self._headers = [slab[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(max_batch)]
         self._run: dict[Operation, Callable[[Any], Chunk]] = {
@@ -65,6 +85,7 @@ class FrameIO:
         found = self._backend.exists(objects)
         io_s = time.perf_counter() - start
         _expect(found, objects)
+        found = self._unreadable.without(objects, found)
         count = found.index(False) if False in found else len(objects)
         return Chunk((), count=count, io_s=io_s)
 
@@ -73,6 +94,7 @@ class FrameIO:
         deleted = self._backend.delete(objects)
         io_s = time.perf_counter() - start
         _expect(deleted, objects)
+        self._unreadable.discard(o for o, gone in zip(objects, deleted, strict=True) if gone)
         return Chunk((), count=sum(deleted), io_s=io_s)
 
     def _store(self, pages: Sequence[PageIO]) -> Chunk:
@@ -84,6 +106,8 @@ class FrameIO:
                 WriteRequest(page.object, page.parent, page.depth, (header, page.payload))
             )
         framed = time.perf_counter()
+        if stuck := self._unreadable.removable(page.object for page in pages):
+            self._remove(stuck)
         answers = self._backend.write(requests)
         written = time.perf_counter()
         _expect(answers, pages)
@@ -95,6 +119,9 @@ class FrameIO:
                 answer = stored.get(nbytes) or stored.setdefault(  # noqa: PLW2901
                     nbytes, PageResult(Outcome.STORED, nbytes)
                 )
+                self._unreadable.discard((page.object,))
+            elif answer.outcome is Outcome.EXISTS:
+                answer = self._unreadable.get(page.object) or answer  # noqa: PLW2901
             results.append(answer)
         return Chunk(results, io_s=written - framed, check_s=framed - start)
 
@@ -105,50 +132,98 @@ class FrameIO:
             ReadRequest(page.object, (header, page.payload))
             for page, header in zip(pages, headers, strict=False)
         ]
-        answers = self._backend.read(requests)
+        first = self._backend.read(requests)
+        _expect(first, pages)
+        answers = self._again(requests, first)
         read = time.perf_counter()
-        _expect(answers, pages)
         loaded: dict[int, PageResult] = {}
-        results, corrupt = [], []
+        results: list[PageResult] = []
+        bad: dict[ObjectId, PageResult] = {}
         for page, header, answer in zip(pages, headers, answers, strict=False):
-            if answer.outcome is Outcome.LOADED:
-                nbytes = page.payload.nbytes
-                try:
-                    if answer.nbytes < HEADER_BYTES + nbytes:
-                        raise CorruptFrameError(
-                            f"short: {answer.nbytes} of {HEADER_BYTES + nbytes} bytes"
-                        )
-                    verify(parse_header(header), page.object, page.payload)
-                except CorruptFrameError as error:
-                    corrupt.append(page.object)
-                    results.append(failure(error))
-                else:
-                    result = loaded.get(nbytes)
-                    if result is None:
-                        result = loaded[nbytes] = PageResult(Outcome.LOADED, nbytes)
-                    results.append(result)
-            else:
-                if answer.outcome is Outcome.CORRUPT:
-                    corrupt.append(page.object)
-                results.append(answer)
+            result = self._check(page, header, answer, loaded)
+            results.append(result)
+            if result.outcome in _BAD:
+                bad[page.object] = result
+            elif answer.outcome is Outcome.MISSING or result.outcome is Outcome.LOADED:
+                self._unreadable.discard((page.object,))
         chunk = Chunk(results, io_s=read - start, check_s=time.perf_counter() - read)
-        if corrupt:
-            chunk.corrupt_deleted = self._delete_corrupt(corrupt)
+        if bad:
+            chunk.corrupt_deleted = self._replace(bad)
         return chunk
 
-    def _delete_corrupt(self, objects: Sequence[ObjectId]) -> int:
-        """Make room for the right bytes: an existing object would never be overwritten."""
-        logger.warning(
-            "backend %s: %d corrupt frames deleted, the first is %s",
-            self._name,
-            len(objects),
-            objects[0].name,
-        )
+    def _again(
+        self, requests: Sequence[ReadRequest], answers: Sequence[PageResult]
+    ) -> Sequence[PageResult]:
+        """Read once more what could not be read: it is about to be removed."""
+        failed = [i for i, answer in enumerate(answers) if answer.outcome in _UNREADABLE]
+        if not failed:
+            return answers
+        again = [requests[i] for i in failed]
+        repeated = self._backend.read(again)
+        _expect(repeated, again)
+        merged = list(answers)
+        for i, answer in zip(failed, repeated, strict=True):
+            merged[i] = answer
+        return merged
+
+    def _check(
+        self,
+        page: PageIO,
+        header: memoryview,
+        answer: PageResult,
+        loaded: dict[int, PageResult],
+    ) -> PageResult:
+        """What a load of `page` comes to, given the backend's answer; `loaded` by size."""
+        if answer.outcome is not Outcome.LOADED:
+            return answer
+        nbytes = page.payload.nbytes
         try:
-            return sum(self._backend.delete(objects))
+            if answer.nbytes < HEADER_BYTES:
+                raise CorruptFrameError(f"short: {answer.nbytes} of {HEADER_BYTES + nbytes} bytes")
+            parsed = parse_header(header)
+            if answer.nbytes < HEADER_BYTES + nbytes:
+                raise CorruptFrameError(f"short: {answer.nbytes} of {HEADER_BYTES + nbytes} bytes")
+            verify(parsed, page.object, page.payload)
+        except ForeignFrameError as error:
+            foreign = PageResult(Outcome.ERROR, 0, f"another program's frame is there: {error}")
+            self._unreadable.add(page.object, foreign, is_ours=False)
+            return PageResult(Outcome.MISSING, 0, str(error))
+        except CorruptFrameError as error:
+            return failure(error)
+        return loaded.get(nbytes) or loaded.setdefault(nbytes, PageResult(Outcome.LOADED, nbytes))
+
+    def _replace(self, bad: Mapping[ObjectId, PageResult]) -> int:
+        """Make room for the right bytes: an existing object would never be overwritten. How many
+        are gone."""
+        first, result = next(iter(bad.items()))
+        logger.warning(
+            "backend %s: %d frames are corrupt or unreadable and are deleted, the first is %s: %s",
+            self._name,
+            len(bad),
+            first.name,
+            result.message or result.outcome.value,
+        )
+        for name, result in bad.items():
+            self._unreadable.add(name, result, is_ours=True)
+        return self._remove(list(bad))
+
+    def _remove(self, objects: Sequence[ObjectId]) -> int:
+        """Delete what cannot be used, and forget it if it is gone. How many are gone by this."""
+        try:
+            deleted = self._backend.delete(objects)
+            _expect(deleted, objects)
+            left = [o for o, gone in zip(objects, deleted, strict=True) if not gone]
+            there = self._backend.exists(left) if left else []
+            _expect(there, left)
         except Exception:
-            logger.exception("backend %s: corrupt frames cannot be deleted", self._name)
+            logger.exception("backend %s: bad frames cannot be deleted", self._name)
             return 0
+        stuck = {o for o, is_there in zip(left, there, strict=True) if is_there}
+        self._unreadable.discard(o for o in objects if o not in stuck)
+        gone = [o for o, is_gone in zip(objects, deleted, strict=True) if is_gone]
+        if gone:
+            self._on_removed(gone)
+        return len(gone)
 
 
 def _expect(answers: Sequence[object], items: Sequence[object]) -> None:

@@ -44,6 +44,7 @@ from kvstrata.backends.jobs import (
     WorkerStats,
 )
 from kvstrata.backends.schedule import Notice, Schedule
+from kvstrata.backends.unreadable import Unreadable
 from kvstrata.errors import KvstrataError, PluginError, StorageError
 
 __all__ = ["JobResult", "PageIO", "StorageWorker", "WorkerSettings", "WorkerStats"]
@@ -74,7 +75,9 @@ class StorageWorker:
         self._backend = backend
         self._context = dataclasses.replace(context, on_evicted=self._evicted)
         self.on_evicted: Callable[[Sequence[ObjectId]], None] | None = context.on_evicted
-        """Hears of evicted frames; set it before `start`. Any thread; it does not block."""
+        """Hears of frames that were evicted, or deleted as unusable; set it before `start`. Any
+        thread; it does not block."""
+        self._unreadable = Unreadable()
         self._clock = clock
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -184,7 +187,10 @@ class StorageWorker:
     ) -> None:
         """Fill the payloads. Only a page with outcome LOADED holds what was stored.
 
-        A corrupt frame is deleted, so that the page can be stored anew.
+        A frame that is corrupt, or that twice could not be read (ACCESS, ERROR), is deleted and
+        reported to `on_evicted`, so that the page can be stored anew. While that fails, lookups do
+        not find it and stores give the reason instead of EXISTS. A frame of another format is
+        MISSING, and stays.
         """
         self._submit(Operation.LOAD, pages, deadline_s, done, released)
 
@@ -261,6 +267,7 @@ class StorageWorker:
             self._schedule.check_integrity()
             assert self._undelivered >= 0
             assert not self._stopping or self._closing
+        self._unreadable.check_integrity()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
@@ -318,7 +325,7 @@ class StorageWorker:
 
     def _serve(self) -> None:
         """A worker thread: take a job, run one chunk of it, again."""
-        frames = FrameIO(self.name, self._backend, self._max_batch)
+        frames = FrameIO(self.name, self._backend, self._max_batch, self._unreadable, self._removed)
         schedule, clock = self._schedule, self._clock
         while True:
             with self._lock:
@@ -360,15 +367,20 @@ class StorageWorker:
 
     def _evicted(self, objects: Sequence[ObjectId]) -> None:
         """There is room, or may be (`objects` is empty then): waiting stores try again."""
+        self._removed(objects)
+        with self._lock:
+            if self._schedule.waiting_for_room:
+                self._schedule.unpark()
+                self._wake()
+
+    def _removed(self, objects: Sequence[ObjectId]) -> None:
+        """They are gone, and nobody asked for it: what was known of them holds no more."""
+        self._unreadable.discard(objects)
         if objects and self.on_evicted is not None:
             try:
                 self.on_evicted(objects)
             except Exception:
                 logger.exception("backend %s: on_evicted raised", self.name)
-        with self._lock:
-            if self._schedule.waiting_for_room:
-                self._schedule.unpark()
-                self._wake()
 
     def _wait_quiet(self, quiet: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for `quiet()`, which is asked with the lock held. Needs the lock."""

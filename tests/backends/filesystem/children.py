@@ -198,7 +198,8 @@ def read_pages(options: dict[str, Any]) -> Any:
     worker.load(pages, 60, answers.append, lambda: None)
     worker.flush(60)
     for path, _ in options.get("chmod", []):
-        os.chmod(path, 0o700)
+        if os.path.exists(path):
+            os.chmod(path, 0o700)
     worker.close(5)
     return [[page.outcome.value, page.message] for page in answers[0].pages]
 
