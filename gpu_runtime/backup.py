@@ -192,6 +192,7 @@ class BackupToL3(Move):
 
         def copied(error: str) -> None:
             self._end_source(part)
+            error = error or self.cause  # a chunk before it failed: the prefix stays closed
             if not error:
                 self._store(index, slots)
                 self.ask()  # the D2H of the next chunk overlaps this store
@@ -209,9 +210,9 @@ class BackupToL3(Move):
 
         def done(n: int, cause: str) -> None:
             self.running -= 1
-            if lent[0] and self.tier is Tier.L1:  # given up, and still read by the backend
-                for name, p in pages.items():
-                    self.core.staging.tables[name].quarantine(p)
+            for name, p in pages.items() if lent[0] else ():  # given up, and still being read
+                table = self.core.staging.tables[name]
+                (table.quarantine if self.tier is Tier.L1 else table.strand)(p)
             self.stored[index] = n
             if n < stop - start:
                 self.cause = self.cause or cause

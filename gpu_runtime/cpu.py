@@ -6,6 +6,7 @@ between streams exists only where an event makes it, exactly as on a GPU.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,6 +17,8 @@ import torch
 from kvstrata.errors import ClosedError
 from kvstrata.gpu_runtime.base import Device, Event, Stream
 from kvstrata.gpu_runtime.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 
 class CpuEvent(Event):
@@ -54,9 +57,10 @@ _Work = tuple[Callable[[], None], int]
 class CpuStream(Stream):
     """One thread that runs what was enqueued, in order."""
 
-    def __init__(self, name: str, timeline: Timeline) -> None:
+    def __init__(self, name: str, timeline: Timeline, device: Device) -> None:
         self.name = name
         self._timeline = timeline
+        self._owner = device
         self._queue: deque[_Work | CpuEvent | tuple[Event]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -93,12 +97,17 @@ class CpuStream(Stream):
                         return
                     self._wake.wait()
                 item = self._queue.popleft()
-            if isinstance(item, CpuEvent):
-                self._record_now(item)
-            elif len(item) == 1:
-                self._wait_now(item[0])
-            else:
-                self._work_now(*item)
+            try:
+                if isinstance(item, CpuEvent):
+                    self._record_now(item)
+                elif len(item) == 1:
+                    self._wait_now(item[0])
+                else:
+                    self._work_now(*item)
+            except BaseException as exc:
+                logger.exception("stream %s is broken", self.name)
+                self._owner.fault = self._owner.fault or exc
+                return  # nothing behind it completes: what depends on it must not be believed
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         """On the stream's thread, as the two below: `CudaStream` does them on the GPU."""
@@ -126,9 +135,9 @@ class CpuStream(Stream):
 class CpuDevice(Device):
     def __init__(self, timeline: Timeline) -> None:
         self.torch_device = torch.device("cpu")
-        self.compute: CpuStream = CpuStream("compute", timeline)
-        self.h2d: CpuStream = CpuStream("h2d", timeline)
-        self.d2h: CpuStream = CpuStream("d2h", timeline)
+        self.compute: CpuStream = CpuStream("compute", timeline, self)
+        self.h2d: CpuStream = CpuStream("h2d", timeline, self)
+        self.d2h: CpuStream = CpuStream("d2h", timeline, self)
 
     def close(self, deadline_s: float) -> bool:
         end = time.monotonic() + deadline_s

@@ -59,7 +59,7 @@ class CudaStream(CpuStream):
         self._completer = threading.Thread(
             target=self._complete, name=f"kvstrata-{name}-done", daemon=True
         )
-        super().__init__(name, timeline)
+        super().__init__(name, timeline, device)
         self._completer.start()
 
     def _new_event(self) -> CudaEvent:

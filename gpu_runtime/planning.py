@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvstrata.boundary import BatchPlan, Free, RowPlan
 from kvstrata.errors import PlanError, StaleHandleError
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
@@ -98,6 +96,11 @@ class Planner:
 
     def _check_frees(self, plan: BatchPlan, rows: list[CheckedRow]) -> None:
         """A plan must not attach or restore what it frees."""
+        used: dict[tuple[Tier, str], set[int]] = {}
+        for row in rows:
+            for tier, held in ((Tier.L1, row.attach), (Tier.L2, row.restore)):
+                for name, pages in held.items():
+                    used.setdefault((tier, name), set()).update(pages.tolist())
         for free in plan.frees:
             self._core.resolve(free.extents)
         for free in (*plan.frees, *(a for a in plan.actions if isinstance(a, Free))):
@@ -105,9 +108,8 @@ class Planner:
                 tier, freed = self._core.resolve(free.extents)
             except StaleHandleError:
                 continue  # as an action of the plan it fails by itself
-            for row in rows:
-                used = row.attach if tier is Tier.L1 else row.restore
-                if any(np.isin(used[name], pages).any() for name, pages in freed.items()):
+            for name, pages in freed.items():
+                if any(page in used.get((tier, name), ()) for page in pages.tolist()):
                     raise PlanError("a plan frees pages that one of its rows attaches or restores")
 
     def _resolve(self, extents: Extents, tier: Tier) -> PageSet:

@@ -21,7 +21,15 @@ def report(core: RuntimeCore) -> StatusReport:
     waiting, reserve, window = staging.waiting, staging.reserve_pages, staging.load_window
     capacity += [
         PoolCapacity(
-            Tier.L2, name, table.total, table.free, table.freeing, waiting, reserve, window
+            Tier.L2,
+            name,
+            table.total,
+            table.free,
+            table.freeing,
+            waiting=waiting,
+            reserve=reserve,
+            window=window,
+            stuck=table.stuck,
         )
         for name, table in staging.tables.items()
     ]

@@ -70,6 +70,9 @@ class PageTable:
         self._holds = np.zeros(total, np.int32)
         self._backups = np.zeros(total, np.int32)
         self._claimed = np.zeros(total, np.bool_)
+        self._stranded = np.zeros(total, np.bool_)
+        self._leaving: set[int] = set()
+        """Pages that are FREEING or QUARANTINED: few, so that a report need not look at all."""
         first = np.arange(total, dtype=np.int64) if order is None else order.astype(np.int64)
         self._free_stack = first[::-1].copy()
         self._free = total
@@ -87,10 +90,20 @@ class PageTable:
         Not those that a request's row still uses: they wait for control, so control must not wait
         for them.
         """
-        freeing = self._state >= PageState.FREEING
+        pages = self._leaving_pages()
         if self.tier is Tier.L1:
-            freeing &= self._holds == self._backups
-        return int(np.count_nonzero(freeing))
+            pages = pages[self._holds[pages] == self._backups[pages]]
+        return len(pages)
+
+    @property
+    def stuck(self) -> int:
+        """Those of `freeing` that a backend holds beyond its deadline: nobody knows until when."""
+        pages = self._leaving_pages()
+        late = (self._state[pages] == PageState.QUARANTINED) | self._stranded[pages]
+        return int(np.count_nonzero(late))
+
+    def _leaving_pages(self) -> Pages:
+        return np.fromiter(self._leaving, np.int64, len(self._leaving))
 
     def reserve(self, count: int) -> Pages:
         """Take `count` pages, all or none: RESERVED, one hold each, one new stamp for all."""
@@ -151,11 +164,17 @@ class PageTable:
         self._backups[pages] -= 1
         over = pages[(self._backups[pages] == 0) & (self._state[pages] == PageState.BACKING_UP)]
         self._state[over] = PageState.READY
+        self._stranded[pages] = False
         self.release(pages)
+
+    def strand(self, pages: Pages) -> None:
+        """The backup of these pages has outlived its deadline; `end_backup` still has to come."""
+        self._stranded[pages] = True
 
     def quarantine(self, pages: Pages) -> None:
         """Give up a fill whose writer may still be at work; its `release` frees the pages."""
         self._move(pages, _FILLING, PageState.QUARANTINED)
+        self._leaving.update(pages.tolist())
 
     def claim(self, pages: Pages) -> Extents:
         """Hand READY pages to control, as extents with one generation each."""
@@ -172,6 +191,7 @@ class PageTable:
         self._claimed[pages] = False
         used = pages[self._holds[pages] > 0]
         self._state[used] = PageState.FREEING
+        self._leaving.update(used.tolist())
         self._settle(pages)
 
     def is_free(self, pages: Pages, generation: int) -> bool:
@@ -219,6 +239,8 @@ class PageTable:
             return
         self._state[gone] = PageState.FREE
         self._stamp[gone] = 0
+        if self._leaving:
+            self._leaving.difference_update(gone.tolist())
         self._free_stack[self._free : self._free + len(gone)] = gone[::-1]
         self._free += len(gone)
 
@@ -257,6 +279,9 @@ class PageTable:
             "BACKING_UP and backups differ": bool(
                 ((state == PageState.BACKING_UP) == (backups > 0))[readable].all()
             ),
+            "pages that leave": set(np.flatnonzero(state >= PageState.FREEING).tolist())
+            == self._leaving,
+            "a page is stranded without a backup": not self._stranded[backups == 0].any(),
             "a page that is not readable has a claim or a backup": not claimed[~readable].any()
             and not backups[~readable & (state != PageState.FREEING)].any(),
         }

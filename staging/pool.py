@@ -231,7 +231,8 @@ class PinnedHostBufferPool:
 
     @property
     def freeing(self) -> int:
-        return min(table.freeing for table in self.tables.values())
+        """Pages that become free soon, by themselves."""
+        return min(table.freeing - table.stuck for table in self.tables.values())
 
     @property
     def waiting(self) -> int:

@@ -71,7 +71,7 @@ class Rooms:
                 self._rooms[tier] = TierRoom(
                     min(c.total for c in pools),
                     min(c.free for c in pools),
-                    min(c.freeing for c in pools),
+                    min(c.freeing - c.stuck for c in pools),
                     max(c.waiting for c in pools),
                     max(c.reserve for c in pools),
                     min(c.window for c in pools),

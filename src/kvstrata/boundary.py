@@ -340,8 +340,9 @@ class TierDegraded(RuntimeEvent, frozen=True, tag=True, kw_only=True):
 
 class PoolCapacity(msgspec.Struct, frozen=True, array_like=True):
     """Pages of one pool in one tier. L2 only: `waiting` pages must become free before what is
-    queued in the runtime fits, backups leave `reserve` pages to loads, and one prefetch to L2 may
-    have `window` pages at most."""
+    queued in the runtime fits, backups leave `reserve` pages to loads, one prefetch to L2 may have
+    `window` pages at most, and `stuck` of the pages that are being freed are held by a backend
+    beyond its deadline: they come back, nobody knows when."""
 
     tier: Tier
     pool: str
@@ -351,6 +352,7 @@ class PoolCapacity(msgspec.Struct, frozen=True, array_like=True):
     waiting: int = 0
     reserve: int = 0
     window: int = 0
+    stuck: int = 0
 
 
 class PathCost(msgspec.Struct, frozen=True, array_like=True):

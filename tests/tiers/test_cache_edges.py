@@ -8,7 +8,15 @@ import numpy as np
 
 from kvstrata.boundary import Backup, PoolCapacity, StatusReport
 from kvstrata.handles import CacheExtentRef, Extents, PageRun, StagingMode, Tier
-from kvstrata.tiers import CacheControl, KeyChain, L3State, RequestState, TreeCore, policy_class
+from kvstrata.tiers import (
+    CacheControl,
+    Deadlines,
+    KeyChain,
+    L3State,
+    RequestState,
+    TreeCore,
+    policy_class,
+)
 
 PAGE = 4
 NAMESPACE = bytes(range(32))
@@ -102,4 +110,18 @@ def test_a_request_that_stores_nothing_keeps_nobody_waiting(make_small: Any) -> 
     small.runner.gate.open()
     small.run()
     assert [r.page_hits for r in small.results.values()] == [0, 0]
+    small.check_no_leak()
+
+
+def test_a_hung_backend_does_not_keep_l2_from_being_used(make_small: Any) -> None:
+    """Pages that a hung store holds come back nobody knows when: others are evicted instead."""
+    small = make_small(l2=16, deadlines=Deadlines(0.2, 5, 5))
+    small.ask(pages(*range(1, 9)))
+    small.backend.write_gate.shut()
+    for name in (20, 30, 40):
+        small.submit(pages(*range(name, name + 6)))
+        small.step_until(lambda: not small.scheduler.waiting)
+    small.step_until(lambda: small.scheduler.cache.counters["evicted_l2"] > 0)
+    small.backend.write_gate.open()
+    small.run()
     small.check_no_leak()
