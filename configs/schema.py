@@ -84,6 +84,8 @@ class NamespaceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Number of tensor-parallel ranks."""
     epoch: Count = 0
     """Raised by one whenever the weights change in place."""
+    engine: Text = ""
+    """Engine and version, where another would make other bytes of the same tokens."""
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -284,6 +286,7 @@ class Config:
 
         Reads the model's directory where `revision` is left to it.
         """
+        from kvstrata.backends.frame import FORMAT_VERSION
         from kvstrata.tiers.namespace import ComponentIdentity, Namespace, revision_of_path
 
         parts = tuple(
@@ -310,6 +313,8 @@ class Config:
             adapter=own.adapter,
             salt=str(own.salt),
             epoch=own.epoch,
+            engine=own.engine,
+            format_version=FORMAT_VERSION,
         )
 
 

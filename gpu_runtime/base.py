@@ -115,16 +115,18 @@ class ForwardContext:
 class ForwardResult:
     """`sampled[i]` are the new tokens of row i, 1 … `room` of them, or none where it does not
     sample. With n tokens of a decode, KV of n positions from `start` on is in place: that of the
-    last token never is."""
+    last token never is. `failed` says of a row, by its index, why it alone cannot go on."""
 
     sampled: Sequence[Sequence[int]]
     counters: dict[str, int] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 class ModelRunner(Protocol):
     """Computes KV and tokens. Called on the compute stream's thread, one step at a time, with the
     KV of everything before `start` in place. It writes only positions from `start` on that the row
     has pages for (`count`, or `room` in a decode).
-    An exception ends the batch: its rows are ABORTED."""
+    What one request has brought about ends that one (`ForwardResult.failed`); an exception ends the
+    whole batch: all its rows are ABORTED."""
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult: ...

@@ -176,6 +176,7 @@ class BatchEngine:
             sampled=np.asarray(part.sampled, np.int32).tobytes(),
             finished=part.finished,
             n_valid_pages=n_valid,
+            error=part.error,
         )
         if row.released and row.batches == 0:
             self._drop_row(row)

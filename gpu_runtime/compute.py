@@ -38,6 +38,7 @@ class Part:
     """Of the row, when the batch had run. The row itself may be further by the time the host hears
     that the batch has ended: the next one runs already. So is `finished`."""
     finished: bool = False
+    error: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -119,8 +120,15 @@ class Compute:
         result = self.runner.forward(rows, self.context)
         for name, value in result.counters.items():
             batch.counters[name] = batch.counters.get(name, 0) + value
-        for part, row, tokens in zip(parts, rows, result.sampled, strict=True):
-            _advance(part, row, tokens)
+        for i, (part, row) in enumerate(zip(parts, rows, strict=True)):
+            if i in result.failed:
+                part.status, part.error, part.row.aborted = (
+                    RowStatus.ABORTED,
+                    result.failed[i],
+                    True,
+                )
+            else:
+                _advance(part, row, result.sampled[i])
 
 
 def _is_active(part: Part, index: int) -> bool:

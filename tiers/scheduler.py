@@ -328,8 +328,8 @@ class Scheduler:
             self._recompute(request, result)
             return
         if result.status is RowStatus.ABORTED:
-            request.error = error
-            self._end(request, RequestState.FAILED if error else RequestState.ABORTED)
+            request.error = result.error or error
+            self._end(request, RequestState.FAILED if request.error else RequestState.ABORTED)
             return
         if result.sampled and not request.output:
             request.first_token_s = self._clock() - request.submitted_s

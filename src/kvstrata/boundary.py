@@ -220,6 +220,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     sampled: bytes = b""
     finished: bool = False
     n_valid_pages: int = 0
+    error: str = ""
+    """Why the ModelRunner could not go on with this row, which is ABORTED then."""
 
 
 class Outcome(enum.Enum):

@@ -90,7 +90,9 @@ class GatedRunner(OracleRunner):
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("planted")
-        return super().forward(rows, context)
+        result = super().forward(rows, context)
+        failed = {i: "planted" for i, row in enumerate(rows) if row.payload == b"fail"}
+        return ForwardResult(result.sampled, result.counters, failed)
 
 
 class FaultyBackend(MemoryBackend):

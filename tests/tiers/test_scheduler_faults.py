@@ -89,6 +89,20 @@ def test_a_runner_that_fails_costs_its_batch_only(make_small: Any) -> None:
     small.check_no_leak()
 
 
+def test_a_request_that_fails_ends_alone(make_small: Any) -> None:
+    small = make_small(max_batch=4)
+    small.runner.gate.shut()
+    ids = [small.submit(pages(n), payload=b"fail" if n == 2 else b"") for n in range(4)]
+    small.step_until(lambda: small.scheduler.calls["execute_batch"] >= 1)
+    small.runner.gate.open()
+    small.run()
+    states = [small.results[i].state for i in ids]
+    finished, failed = RequestState.FINISHED, RequestState.FAILED
+    assert states == [finished, finished, failed, finished]
+    assert small.results[ids[2]].error == "planted"
+    small.check_no_leak()
+
+
 @BOTH
 @pytest.mark.parametrize("kind", ["corrupt", "lose"])
 def test_a_bad_page_is_a_miss_and_is_stored_anew(make_small: Any, mode: str, kind: str) -> None:
