@@ -144,7 +144,8 @@ def _fill(model: Any, seed: int) -> None:
 
 
 def revision_of_weights(model: Any) -> str:
-    """A revision from every byte of the weights and the config: for models made in memory."""
+    """A revision from every byte of the weights, and the config as this version of Transformers
+    writes it: for models made in memory."""
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
     config.pop("transformers_version", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())

@@ -136,6 +136,19 @@ def test_sampling_and_drafts(call: Call) -> None:
     assert tokens(hot[0]) == tokens(hot[1]) != tokens(hot[2])
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu(call: Call) -> None:
+    """The same tokens, and pages that were computed there serve the CPU, and the other way round:
+    they are the same values, but for the last bits."""
+    made = call("tiny", "--set", "device.kind=cuda")
+    assert made["device"] == "cuda:0"
+    assert hits(made) == (0, 0, 0)
+    for kind in ("cuda", "cpu"):
+        again = call("tiny", "--set", f"device.kind={kind}")
+        assert (hits(again), tokens(again)) == ((0, 0, 48), tokens(made))
+
+
 # ── directories ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -218,7 +231,7 @@ def test_a_tokenizer_of_another_model_fails_the_run(
         (["--model", "tiny", "--prompt", ""], ["tokens"]),
         (["--model", "tiny", "--max-new-tokens", "5000"], ["4096 positions"]),
         (["--model", "tiny", "--set", "pools.pages=3"], ["does not fit", "pools.pages"]),
-        (["--model", "tiny", "--set", "staging.bytes=20KiB"], ["staging", "20.0 KiB"]),
+        (["--model", "tiny-qwen2", "--set", "staging.bytes=40KiB"], ["staging", "3 pages of 12.0"]),
     ],
 )
 def test_refused(

@@ -128,7 +128,7 @@ def test_steps_of_mixed_rows(prompt_of: Callable[[int], list[int]], layout: str)
     starts = [30, 7, 0, 0, 60]
     rows = []
     for slot, (start, count) in enumerate(zip(starts, lengths, strict=True)):
-        rows.append((slot, prompt_of(start + count + (slot == 2)), start, count))
+        rows.append((slot, prompt_of(start + count + (slot == 3)), start, count))
     model = tiny_model("qwen2")
     together, apart = Bench(model, layout=layout), Bench(model)
     for bench in (together, apart):
@@ -141,9 +141,26 @@ def test_steps_of_mixed_rows(prompt_of: Callable[[int], list[int]], layout: str)
                 bench.step((slot, [*tokens[:start], 0], 0, start))
     found = together.step(*rows)
     assert found == [apart.step(row)[0] for row in rows]
-    assert [len(t) for t in found] == [1, 1, 0, 1, 1]
-    for slot, tokens, _, _ in rows[:2] + rows[3:]:
+    assert [len(t) for t in found] == [1, 1, 1, 0, 1]
+    for slot, tokens, _, _ in rows[:3] + rows[4:]:
         assert found[slot] == greedy(tiny_model("qwen2"), tokens, 1)
+
+
+def test_long_chunks_write_what_short_ones_do(prompt_of: Callable[[int], list[int]]) -> None:
+    """Behind a prefix, in several blocks of queries: KV of every layer, at every position."""
+    tokens = prompt_of(60 + 2 * QUERY_BLOCK - 100)
+    found = []
+    for chunk in (QUERY_BLOCK * 2, 97):
+        bench = Bench(tiny_model("qwen2"))
+        bench.open(1, -(-len(tokens) // 4), first=11)
+        ends = [60, *range(60 + chunk, len(tokens), chunk), len(tokens)]
+        for start, end in zip([0, *ends], ends, strict=False):
+            bench.step((1, tokens, start, end - start))
+        slots = bench.table.slots("kv", 1, 0, len(tokens)).to(torch.int64)
+        pool = bench.context.pools["kv"]
+        planes = [plane.flatten(0, 1)[slots] for layer in range(3) for plane in pool.kv(layer)]
+        found.append(torch.stack(planes))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 # ── geometry ─────────────────────────────────────────────────────────────────────────────────────

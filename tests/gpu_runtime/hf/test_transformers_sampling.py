@@ -135,6 +135,25 @@ def test_neither_batch_nor_cache_nor_chunks_change_what_is_drawn(
     assert [other.answer(i).tokens for i in ids] == alone
 
 
+def test_each_token_is_drawn_at_its_position(
+    make_rig: Any, prompt_of: Callable[[int], list[int]]
+) -> None:
+    """From the logits of the step before it, with the number of its position; guesses are made for
+    greedy rows only."""
+    prompt, params = prompt_of(PAGE + 3), SamplingParams(temperature=2.0, seed=5)
+    rig = make_rig(backend="", drafter=Repeats())
+    tokens = rig.ask(prompt, NEW, sampling=params).tokens
+    logits = rig.runner.logits
+    assert [len(step) for step in logits] == [1] * NEW
+    assert tokens == [draw(step[0], params, len(prompt) + i) for i, step in enumerate(logits)]
+    assert rig.counter("drafted") == 0
+
+
+class Repeats:
+    def propose(self, tokens: Any, limit: int) -> list[int]:
+        return [int(tokens[-1])] * limit
+
+
 def test_seeds_differ_and_repeat(make_rig: Any, prompt_of: Callable[[int], list[int]]) -> None:
     prompt = prompt_of(PAGE + 1)
     rig = make_rig(backend="")
