@@ -159,8 +159,8 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One message a batch. Applied in this order: release, backups (which hold their source), frees,
-    other actions, open, rows.
+    """One message a batch. Applied in this order: release, backups (which hold their source),
+    frees, other actions, open, rows.
 
     `steps` is how many tokens each decode row makes (pages for all of them are reserved now).
     """
