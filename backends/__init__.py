@@ -6,6 +6,7 @@ from kvstrata.backends.base import (
     Buffer,
     Health,
     HealthState,
+    HostRegion,
     NoOptions,
     ObjectId,
     PageResult,
@@ -15,16 +16,19 @@ from kvstrata.backends.base import (
     Usage,
     WriteRequest,
 )
+from kvstrata.backends.frame import FORMAT_VERSION
 from kvstrata.backends.jobs import JobResult, PageIO, WorkerSettings, WorkerStats
 from kvstrata.backends.registry import PluginInfo, build_options, list_plugins, load_plugin
 from kvstrata.backends.worker import StorageWorker
 
 __all__ = [
     "API_VERSION",
+    "FORMAT_VERSION",
     "BackendContext",
     "Buffer",
     "Health",
     "HealthState",
+    "HostRegion",
     "JobResult",
     "NoOptions",
     "ObjectId",

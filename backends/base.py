@@ -110,6 +110,18 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRegion:
+    """Host memory that lent buffers may lie in: what a backend registers with a device or a
+    network card, or maps in a process of its own. Valid until the backend's `close` returns."""
+
+    fd: int
+    """A memfd: mapped shared it is the same memory, byte for byte. Not the backend's to close."""
+    address: int
+    """Where this process has mapped it; of use in this process only."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BackendContext:
     """What `open` is told about its surroundings."""
 
@@ -120,6 +132,9 @@ class BackendContext:
     on_evicted: Any = None
     """`Callable[[Sequence[ObjectId]], None]` or None: call it after frames were evicted. Any
     thread; it does not block."""
+    regions: tuple[HostRegion, ...] = ()
+    """Where the buffers of calls lie: staging memory and the worker's headers. A buffer may lie
+    outside all the same (tests, tools), so a backend that needs them has a slower way too."""
 
 
 class NoOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -159,12 +174,12 @@ class StorageBackend(ABC):
 
     @property
     def concurrency(self) -> int:
-        """How many calls may run at once (threads the worker starts)."""
+        """How many calls may run at once (threads the worker starts). Asked for before `open`."""
         return 2
 
     @property
     def max_batch(self) -> int:
-        """Most pages in one call; the worker splits larger batches."""
+        """Most pages in one call; the worker splits larger batches. Asked for before `open`."""
         return 64
 
     @abstractmethod
@@ -203,5 +218,6 @@ class StorageBackend(ABC):
         """Room taken now, work in flight included."""
 
     def health(self) -> Health:
-        """The backend's own opinion. The worker adds what it measures."""
+        """The backend's own opinion. The worker adds what it measures; for people and tools, no
+        decision rests on it."""
         return Health(HealthState.OK)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from kvstrata.backends.base import PageResult
 from kvstrata.backends.jobs import Chunk, Job, Operation
 from kvstrata.boundary import Outcome
+
+_T = TypeVar("_T")
 
 _UNWELL = (Outcome.ERROR, Outcome.ACCESS, Outcome.UNAVAILABLE)
 _NOT_DONE = (*_UNWELL, Outcome.PARENT_MISSING)
@@ -30,6 +33,21 @@ class Counters:
         self.failing_calls = 0
         """Calls since the last one that the backend was well in."""
         self.failure = ""
+
+    def snapshot(self) -> dict[str, Any]:
+        """The fields of `WorkerStats` that are counted here."""
+        return {
+            "pages": {op.value: dict(counts) for op, counts in self.pages.items()},
+            "jobs": _by_name(self.jobs),
+            "calls": _by_name(self.calls),
+            "bytes_moved": _by_name(self.bytes_moved),
+            "queue_s": _by_name(self.queue_s),
+            "io_s": _by_name(self.io_s),
+            "check_s": _by_name(self.check_s),
+            "late_pages": self.late_pages,
+            "corrupt_deleted": self.corrupt_deleted,
+            "callback_errors": self.callback_errors,
+        }
 
     def add_call(self, chunk: Chunk) -> None:
         """Whether the backend was well: a page that is missing or does not fit is no failure."""
@@ -64,3 +82,7 @@ class Counters:
                 moved += result.nbytes
         self.add_outcome(operation, last, run)
         self.bytes_moved[operation] += moved
+
+
+def _by_name(values: dict[Operation, _T]) -> dict[str, _T]:
+    return {operation.value: value for operation, value in values.items()}

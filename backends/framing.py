@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ _BAD = (Outcome.CORRUPT, *_UNREADABLE)
 class FrameIO:
     """Runs chunks in the thread that owns it, with header buffers of its own.
 
-    The header buffers are page-aligned and as many as a call has pages: each worker thread has one
+    `headers` are page-aligned and as many as a call has pages: each worker thread has one
     `FrameIO`, so that together they are a pool of `concurrency * max_batch` that nobody waits for.
     """
 
@@ -46,7 +45,7 @@ class FrameIO:
         self,
         name: str,
         backend: StorageBackend,
-        max_batch: int,
+        headers: Sequence[memoryview],
         unreadable: Unreadable,
         on_removed: Callable[[Sequence[ObjectId]], None],
     ) -> None:
@@ -54,14 +53,7 @@ class FrameIO:
         self._backend = backend
         self._unreadable = unreadable
         self._on_removed = on_removed
-        slab = memoryview(mmap.mmap(-1, max_batch * HEADER_BYTES))
-        self._headers = [slab[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(max_batch)]
-        self._run: dict[Operation, Callable[[Any], Chunk]] = {
-            Operation.LOOKUP: self._lookup,
-            Operation.LOAD: self._load,
-            Operation.STORE: self._store,
-            Operation.DROP: self._drop,
-        }
+        self._headers = headers
 
     def run(self, operation: Operation, items: Sequence[Any]) -> Chunk:
         """Call the backend for `items` (at most `max_batch`). Never raises.
@@ -71,7 +63,7 @@ class FrameIO:
         """
         start = time.perf_counter()
         try:
-            chunk = self._run[operation](items)
+            chunk = _RUN[operation](self, items)
         except BaseException as error:
             if not isinstance(error, StorageError):
                 logger.exception("backend %s: %s failed", self._name, operation.value)
@@ -224,6 +216,15 @@ class FrameIO:
         if gone:
             self._on_removed(gone)
         return len(gone)
+
+
+_RUN: dict[Operation, Callable[[FrameIO, Any], Chunk]] = {
+    Operation.LOOKUP: FrameIO._lookup,
+    Operation.LOAD: FrameIO._load,
+    Operation.STORE: FrameIO._store,
+    Operation.DROP: FrameIO._drop,
+}
+"""Not bound to an object: the cycle would keep its buffers, and a descriptor, for a while."""
 
 
 def _expect(answers: Sequence[object], items: Sequence[object]) -> None:

@@ -25,7 +25,15 @@ from functools import partial
 from kvstrata.backends.base import PageResult
 from kvstrata.backends.chains import StoreOrder
 from kvstrata.backends.counters import Counters
-from kvstrata.backends.jobs import Chunk, Job, JobResult, JobState, Operation, WorkerSettings
+from kvstrata.backends.jobs import (
+    Chunk,
+    Job,
+    JobResult,
+    JobState,
+    Operation,
+    WorkerSettings,
+    WorkerStats,
+)
 from kvstrata.boundary import Outcome
 
 Notice = Callable[[], None]
@@ -91,6 +99,15 @@ class Schedule:
     def take_notices(self) -> list[Notice]:
         notices, self._notices = self._notices, []
         return notices
+
+    def stats(self, abandoned_threads: int) -> WorkerStats:
+        return WorkerStats(
+            **self.counters.snapshot(),
+            abandoned_threads=abandoned_threads,
+            queued_pages_now=self.queued_pages,
+            running_jobs_now=self.running,
+            waiting_for_room_now=self.waiting_for_room,
+        )
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 

@@ -23,12 +23,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from kvstrata.backends.base import (
     BackendContext,
     Health,
     HealthState,
+    HostRegion,
     ObjectId,
     StorageBackend,
     Usage,
@@ -43,6 +45,7 @@ from kvstrata.backends.jobs import (
     WorkerSettings,
     WorkerStats,
 )
+from kvstrata.backends.regions import HeaderRegion
 from kvstrata.backends.schedule import Notice, Schedule
 from kvstrata.backends.unreadable import Unreadable
 from kvstrata.errors import KvstrataError, PluginError, StorageError
@@ -50,8 +53,6 @@ from kvstrata.errors import KvstrataError, PluginError, StorageError
 __all__ = ["JobResult", "PageIO", "StorageWorker", "WorkerSettings", "WorkerStats"]
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 _MOST_IN_A_CALL = 1024
 """Pages, however many a backend would take: each needs a header buffer in each thread."""
@@ -91,44 +92,45 @@ class StorageWorker:
         self._undelivered = 0
         self._started = self._closing = self._stopping = False
         self._max_batch = 1
+        self._headers: HeaderRegion | None = None
         self._threads: list[threading.Thread] = []
         self._abandoned = 0
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self) -> None:
+    def start(self, regions: Sequence[HostRegion] = ()) -> None:
         """Open the backend and start the threads.
+
+        `regions`, the memory that payloads will lie in, and that of the worker's header buffers
+        are what the backend's context lists. They stay until `close` returns.
 
         Raises what the backend raises if it is an error of this package (`ConfigError`,
         `StorageError`), `StorageError` for anything else. Then nothing is left running.
         """
         assert not self._started, "start once"
-        try:
-            self._backend.open(self._context)
-        except KvstrataError:
-            raise
-        except Exception as error:
-            raise StorageError(
-                f"backend {self.name!r} cannot be opened: {type(error).__name__}: {error}"
-            ) from error
         concurrency, max_batch = self._backend.concurrency, self._backend.max_batch
         if concurrency < 1 or max_batch < 1:
-            self._backend.close(0)
             raise PluginError(
                 f"backend {self.name!r} has concurrency {concurrency} and max_batch {max_batch}",
                 remedy="both are at least 1; the plugin needs a fix",
             )
         self._max_batch = min(max_batch, _MOST_IN_A_CALL)
+        headers = self._headers = HeaderRegion(self.name, concurrency, self._max_batch)
+        known = (*self._context.regions, *regions, headers.region)
+        try:
+            self._backend.open(dataclasses.replace(self._context, regions=known))
+        except BaseException as error:
+            headers.close()
+            if isinstance(error, KvstrataError) or not isinstance(error, Exception):
+                raise
+            raise StorageError(
+                f"backend {self.name!r} cannot be opened: {type(error).__name__}: {error}"
+            ) from error
         self._schedule = Schedule(self.settings, max(1, concurrency - 1))
         self._started = True
-        targets = [self._serve] * concurrency + [self._watch]
-        for i, target in enumerate(targets):
-            role = "deadlines" if target == self._watch else str(i)
-            thread = threading.Thread(
-                target=target, name=f"kvstrata-{self.name}-{role}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        for i in range(concurrency):
+            self._start_thread(str(i), partial(self._serve, headers.buffers(i)))
+        self._start_thread("deadlines", self._watch)
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until every job has ended and its callbacks have returned; False if time ran out."""
@@ -216,23 +218,7 @@ class StorageWorker:
     def stats(self) -> WorkerStats:
         """A snapshot; cheap, waits for no backend."""
         with self._lock:
-            schedule, counters = self._schedule, self._schedule.counters
-            return WorkerStats(
-                pages={op.value: dict(counts) for op, counts in counters.pages.items()},
-                jobs=_by_name(counters.jobs),
-                calls=_by_name(counters.calls),
-                bytes_moved=_by_name(counters.bytes_moved),
-                queue_s=_by_name(counters.queue_s),
-                io_s=_by_name(counters.io_s),
-                check_s=_by_name(counters.check_s),
-                late_pages=counters.late_pages,
-                corrupt_deleted=counters.corrupt_deleted,
-                callback_errors=counters.callback_errors,
-                abandoned_threads=self._abandoned,
-                queued_pages_now=schedule.queued_pages,
-                running_jobs_now=schedule.running,
-                waiting_for_room_now=schedule.waiting_for_room,
-            )
+            return self._schedule.stats(self._abandoned)
 
     def usage(self) -> Usage:
         """The backend's answer, in the calling thread; may block and raise `StorageError`."""
@@ -252,7 +238,8 @@ class StorageWorker:
         return Health(HealthState.OK)
 
     def health(self) -> Health:
-        """What the worker sees, or else the backend's opinion. May block as `usage` does."""
+        """What the worker sees, or else the backend's opinion, for people and tools. May block as
+        `usage` does; `condition` does not, and is what the runtime asks for."""
         own = self.condition()
         if own.state is not HealthState.OK:
             return own
@@ -323,9 +310,9 @@ class StorageWorker:
             self._undelivered -= len(notices)
             self._quiet.notify_all()
 
-    def _serve(self) -> None:
+    def _serve(self, headers: Sequence[memoryview]) -> None:
         """A worker thread: take a job, run one chunk of it, again."""
-        frames = FrameIO(self.name, self._backend, self._max_batch, self._unreadable, self._removed)
+        frames = FrameIO(self.name, self._backend, headers, self._unreadable, self._removed)
         schedule, clock = self._schedule, self._clock
         while True:
             with self._lock:
@@ -400,11 +387,14 @@ class StorageWorker:
                 self._backend.close(max(0.0, end - self._clock()))
             except Exception:
                 logger.exception("backend %s: close failed", self.name)
+            finally:
+                if self._headers is not None:
+                    self._headers.close()
+                self._headers = None
 
-        thread = threading.Thread(target=close, name=f"kvstrata-{self.name}-close", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._start_thread("close", close)
 
-
-def _by_name(values: dict[Operation, _T]) -> dict[str, _T]:
-    return {operation.value: value for operation, value in values.items()}
+    def _start_thread(self, role: str, target: Callable[[], None]) -> None:
+        name = f"kvstrata-{self.name}-{role}"
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
