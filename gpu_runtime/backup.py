@@ -122,7 +122,9 @@ class BackupToL3(Move):
         super().__init__(core, copies, action.action_id, action.deadline_s)
         self.queue = queue
         self.keys, self.tier, self.source = action.keys, tier, source
-        most = max(1, min(CHUNK_PAGES, core.staging.write_window // 2))
+        most = min(CHUNK_PAGES, max(1, core.staging.write_window // 2))
+        if tier is Tier.L1:  # so that it never waits for what waits for it
+            most = min(most, core.staging.store_window)
         self.chunks = chunks_of(page_set_count(source), most)
         self.stored: list[int] = [0] * len(self.chunks)
         self.cause = ""

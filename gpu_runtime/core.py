@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 MAX_NAP_S = 1.0
 """A poll that waits looks this often whether a deadline has passed or storage has changed."""
 
+STORE_SHARE = 1 / 16
+"""Of the host pages of cache mode, this is kept for stores from L1 to L3."""
+
 PageSet = dict[str, Pages]
 """Pages by component, the same number in each, in the order of the prefix."""
 
@@ -125,6 +128,7 @@ class RuntimeCore:
             settings.staging,
             stamp_source=source,
             order=page_order,
+            store_share=STORE_SHARE if settings.mode is StagingMode.CACHE and worker else 0.0,
         )
         address, chunks, chunk_pages = self.staging.pin_chunks()
         try:

@@ -18,7 +18,7 @@ def report(core: RuntimeCore) -> StatusReport:
         PoolCapacity(Tier.L1, name, table.total, table.free, table.freeing)
         for name, table in core.tables.items()
     ]
-    waiting, reserve, window = staging.waiting, staging.reserve_pages, staging.load_window
+    waiting, reserve, window = staging.waiting, staging.reserve, staging.load_window
     capacity += [
         PoolCapacity(
             Tier.L2,

@@ -80,3 +80,8 @@ class SlotRequest:
     backend: str | None = None
     pages_needed: bool = True
     end_s: float = math.inf
+
+    @property
+    def is_store(self) -> bool:
+        """A write whose pages come back by themselves, when the backend has read them."""
+        return self.kind is SlotKind.WRITE and self.backend is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -14,6 +13,7 @@ from kvstrata.handles import Tier
 from kvstrata.staging.base import SlotKind, SlotRequest, Slots, StagingSettings
 from kvstrata.staging.memory import SharedRegion, aligned
 from kvstrata.staging.pages import Pages, PageTable
+from kvstrata.staging.waiting import Room, Waiting
 
 PIN_CHUNK_BYTES = 1 << 30
 """Memory is registered with the device in chunks of this size: drivers limit single regions."""
@@ -26,7 +26,10 @@ class PinnedHostBufferPool:
     component has the same number of pages; each has a `PageTable`. Requests are granted in order
     within a kind, loads ahead of writes, and a backend that holds all it may holds up nobody else.
     Writes leave `load_reserve` pages free. One backend holds at most `backend_cap` pages,
-    quarantined ones included, of which writes leave the reserve to loads as well.
+    quarantined ones included, of which writes leave the reserve to loads as well. Where pages
+    stay (cache mode), `store_share` of them is left to stores: writes of a backend, whose pages
+    come back by themselves. A page may wait to be free until it was stored, behind other stores;
+    so a store must not wait for a page to become free.
 
     Not locked: the runtime calls everything under its own lock; `grant` and `refuse` callbacks run
     under it too and may enqueue device work, but never wait.
@@ -40,8 +43,10 @@ class PinnedHostBufferPool:
         *,
         stamp_source: Iterator[int] | None = None,
         order: Callable[[int], Pages] | None = None,
+        store_share: float = 0.0,
     ) -> None:
         self.page_bytes = dict(page_bytes)
+        self._first_name = next(iter(page_bytes))
         self.stride = {name: aligned(nbytes) for name, nbytes in page_bytes.items()}
         self.pages = settings.page_count(sum(self.stride.values()))
         self.region = SharedRegion(self.pages * sum(self.stride.values()))
@@ -62,12 +67,14 @@ class PinnedHostBufferPool:
                 order=order(self.pages) if order else None,
             )
             offset += nbytes
-        self.reserve_pages = min(self.pages - 1, max(1, int(self.pages * settings.load_reserve)))
+        self.store_pages = max(1, int(self.pages * store_share)) if store_share else 0
+        reserve = max(1, int(self.pages * settings.load_reserve))
+        self.reserve_pages = min(self.pages - self.store_pages - 1, reserve)
         self.cap_pages = max(1, int(self.pages * settings.backend_cap))
         self._lent: Counter[str] = Counter()
-        self._loads: deque[SlotRequest] = deque()
-        self._writes: deque[SlotRequest] = deque()
-        self._lends: deque[SlotRequest] = deque()
+        self._in_store = np.zeros(self.pages, np.bool_)
+        """Pages of the first component that stores use now."""
+        self._waiting = Waiting()
         self._granting = False
         self._stopped = ""
 
@@ -97,12 +104,17 @@ class PinnedHostBufferPool:
     @property
     def load_window(self) -> int:
         """The most pages that one load of a backend may ask for."""
-        return self.cap_pages
+        return min(self.cap_pages, self.pages - self.store_pages)
 
     @property
     def write_window(self) -> int:
         """The most pages that one write to a backend may ask for."""
         return min(self._write_cap, self.pages - self.reserve_pages)
+
+    @property
+    def store_window(self) -> int:
+        """The most pages of one store that is granted however full the pool is."""
+        return self.store_pages or self.write_window
 
     @property
     def _write_cap(self) -> int:
@@ -114,26 +126,26 @@ class PinnedHostBufferPool:
         if cause:
             request.refuse(cause)
             return
-        self._queue_of(request).append(request)
+        self._waiting.add(request)
         self.pump()
 
     def cancel(self, request: SlotRequest) -> None:
         """Refuse a request that waits; nothing happens to one that was granted or refused."""
-        if request in self._queue_of(request):
+        if request in self._waiting:
             self._refuse([request], "cancelled")
 
     def expire(self, now_s: float) -> float:
         """Refuse what has waited until its `end_s`; returns the next `end_s` (infinite: none)."""
-        waiting = [r for queue in self._queues for r in queue]
-        late = [r for r in waiting if r.end_s <= now_s]
+        late = self._waiting.late(now_s)
         if late:
             self._refuse(late, "timeout")
-        return min((r.end_s for queue in self._queues for r in queue), default=math.inf)
+        return self._waiting.next_end_s()
 
     def give_back(self, slots: Slots) -> None:
         """Return the holds of pages; those that nobody claims become free for the queue."""
         for name, pages in slots.items():
             self.tables[name].release(pages)
+        self._in_store[slots.get(self._first_name, [])] = False
         self.pump()
 
     def end_lend(self, backend: str, count: int) -> None:
@@ -152,73 +164,45 @@ class PinnedHostBufferPool:
             return  # a grant callback freed pages: the loop below goes on
         self._granting = True
         try:
-            while (request := self._next()) is not None:
+            while (request := self._waiting.next(self._room())) is not None:
                 self._grant(request)
         finally:
             self._granting = False
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _queues(self) -> tuple[deque[SlotRequest], ...]:
-        return (self._loads, self._lends, self._writes)
-
-    def _queue_of(self, request: SlotRequest) -> deque[SlotRequest]:
-        if not request.pages_needed:
-            return self._lends
-        return self._loads if request.kind is SlotKind.LOAD else self._writes
-
     def _most(self, request: SlotRequest) -> int:
         """The most pages that a request of this kind can ever get."""
         if request.backend is not None:
             return self.load_window if request.kind is SlotKind.LOAD else self.write_window
-        return self.pages if request.kind is SlotKind.LOAD else self.pages - self.reserve_pages
+        stay = self.pages - self.store_pages
+        return stay if request.kind is SlotKind.LOAD else stay - self.reserve_pages
 
-    def _next(self) -> SlotRequest | None:
-        """What is to be granted now: loads first, then lends (they make host pages free), then
-        writes.
-
-        A load that waits for pages keeps writes from taking them; it never waits for a write that
-        needs pages, so the order cannot wedge. What waits for its backend's share keeps only that
-        backend's later and lesser requests waiting.
-        """
-        capped: set[str] = set()
-        request, short = self._first(self._loads, 0, capped)
-        if request is None:
-            request, _ = self._first(self._lends, 0, capped)
-        if request is None and not short:
-            request, _ = self._first(self._writes, self.reserve_pages, capped)
-        return request
-
-    def _first(
-        self, queue: deque[SlotRequest], keep_free: int, capped: set[str]
-    ) -> tuple[SlotRequest | None, bool]:
-        """The first request of a queue that can be granted; or whether one waits for pages."""
-        for request in queue:
-            backend = request.backend
-            if backend is not None:
-                cap = self.cap_pages if request.kind is SlotKind.LOAD else self._write_cap
-                if self._lent[backend] + request.count > cap:
-                    capped.add(backend)
-                if backend in capped:
-                    continue
-            if request.pages_needed and self.free < request.count + keep_free:
-                return None, True
-            return request, False
-        return None, False
+    def _room(self) -> Room:
+        in_store = int(np.count_nonzero(self._in_store)) if self.store_pages else 0
+        return Room(
+            free=self.free,
+            reserve=self.reserve_pages,
+            for_stores=max(0, self.store_pages - in_store),
+            lent=self._lent,
+            load_cap=self.cap_pages,
+            write_cap=self._write_cap,
+        )
 
     def _grant(self, request: SlotRequest) -> None:
-        self._queue_of(request).remove(request)
+        self._waiting.remove(request)
         slots: dict[str, Pages] = {}
         if request.pages_needed:
             slots = {name: table.reserve(request.count) for name, table in self.tables.items()}
         if request.backend is not None:
             self._lent[request.backend] += request.count
+        if request.is_store and slots:
+            self._in_store[slots[self._first_name]] = True
         request.grant(slots)
 
     def _refuse(self, requests: list[SlotRequest], cause: str) -> None:
         for request in requests:  # all leave first: a callback may look at the queues
-            self._queue_of(request).remove(request)
+            self._waiting.remove(request)
         for request in requests:
             request.refuse(cause)
         self.pump()
@@ -237,15 +221,18 @@ class PinnedHostBufferPool:
     @property
     def waiting(self) -> int:
         """Pages that must become free before all loads and the first write can be granted."""
-        need = sum(r.count for r in self._loads)
-        if self._writes:
-            need += self._writes[0].count + self.reserve_pages
-        return max(0, need - self.free)
+        return self._waiting.pages_short(self._room())
+
+    @property
+    def reserve(self) -> int:
+        """Pages that a write leaves free which is no store."""
+        return self.reserve_pages + self.store_pages
 
     @property
     def queued(self) -> tuple[int, int]:
         """Requests in the queues: loads, writes (those that only lend included)."""
-        return len(self._loads), len(self._writes) + len(self._lends)
+        waiting = self._waiting
+        return len(waiting.loads), len(waiting.writes) + len(waiting.lends)
 
     def check_integrity(self) -> None:
         for table in self.tables.values():
@@ -253,9 +240,12 @@ class PinnedHostBufferPool:
         over = {b: n for b, n in self._lent.items() if n > self.cap_pages or n < 0}
         if over:
             raise IntegrityError(f"lent beyond the cap of {self.cap_pages}: {over}")
-        if not self._granting and (stuck := self._next()) is not None:
+        room = self._room()
+        if room.free < room.for_stores:
+            raise IntegrityError(f"{room.for_stores} pages are kept for stores, {room.free} free")
+        if not self._granting and (stuck := self._waiting.next(room)) is not None:
             raise IntegrityError(f"waits although it could be granted: {stuck}")
-        if self._stopped and any(self._queues):
+        if self._stopped and self._waiting.all():
             raise IntegrityError("requests wait in a pool that has stopped")
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────
@@ -263,7 +253,7 @@ class PinnedHostBufferPool:
     def stop(self, cause: str) -> None:
         """From now on nothing is granted: what waits and what comes is refused with `cause`."""
         self._stopped = cause
-        self._refuse([r for queue in self._queues for r in queue], cause)
+        self._refuse(self._waiting.all(), cause)
 
     def close(self) -> None:
         """Stop, and give the memory's descriptor up. Idempotent."""

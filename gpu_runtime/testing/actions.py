@@ -5,20 +5,15 @@ from __future__ import annotations
 from kvstrata.boundary import (
     Action,
     ActionFailed,
-    BackedUp,
-    Backup,
-    Drop,
     Dropped,
-    Free,
     KeyRun,
     Located,
-    Lookup,
-    Prefetch,
+    PrefetchReady,
     Restored,
 )
 from kvstrata.errors import PlanError
-from kvstrata.gpu_runtime.testing.driver import equal, of_type, raises, require
-from kvstrata.gpu_runtime.testing.rig import MakeRuntime, Rig, RuntimeSuite
+from kvstrata.gpu_runtime.testing.driver import equal, of_type, raises
+from kvstrata.gpu_runtime.testing.rig import MakeRuntime, RuntimeSuite
 from kvstrata.handles import StagingMode, Tier, page_count, slice_extents
 
 CACHE, BUFFER_ONLY = StagingMode.CACHE, StagingMode.BUFFER_ONLY
@@ -83,7 +78,6 @@ class ActionTests(RuntimeSuite):
         with self.bench(make_runtime, pages=48, host_pages=24) as rig:
             prompt = rig.prompt(72)
             rig.in_l3(prompt)
-            before = rig.driver.pages(Tier.L1), rig.driver.pages(Tier.L2)
             key = prompt.keys().key
             for lost, corrupt, n, cause in (
                 (key(0), b"", 0, "missing"),
@@ -98,7 +92,7 @@ class ActionTests(RuntimeSuite):
                     rig.backend.lose, rig.backend.corrupt = set(), set()
                     if n:
                         rig.free(ready.extents)
-                    equal((rig.driver.pages(Tier.L1), rig.driver.pages(Tier.L2)), before, "pages")
+                    rig.expect_free()
                     if corrupt:  # a corrupt frame is deleted: store it anew
                         rig.in_l3(prompt)
 
@@ -106,7 +100,7 @@ class ActionTests(RuntimeSuite):
         self, make_runtime: MakeRuntime
     ) -> None:
         """Nothing is stored under a page that is not: the prefix stays closed."""
-        with self.bench(make_runtime, pages=48, host_pages=24) as rig:
+        with self.bench(make_runtime, pages=48, host_pages=26) as rig:
             for i, tier in enumerate((Tier.L1, Tier.L2)):
                 prompt = rig.prompt(72, i)
                 source = rig.make_pages(prompt)
@@ -232,69 +226,30 @@ class ActionTests(RuntimeSuite):
             event = rig.driver.ended[prefetch.action_id]
             equal(getattr(event, "n_valid", None), 6, "pages that came when there was room")
 
-    # ── cancel ───────────────────────────────────────────────────────────────────────────────────
-
-    def test_what_is_cancelled_ends_once(self, make_runtime: MakeRuntime) -> None:
-        """Whatever it was doing, and whatever waited behind it goes on."""
-        with self.bench(make_runtime, pages=40, host_pages=8, mode=BUFFER_ONLY) as rig:
-            stored, fresh = rig.prompt(64), rig.prompt(64, 1)
-            rig.in_l3(stored)
-            pages = rig.make_pages(fresh)
-            rig.backend.writes.shut()
-            rig.backend.reads.shut()
-            rig.backend.asks.shut()
-            actions = self._some_of_each(rig, pages)
-            rig.driver.apply(*actions)
-            for action in actions:
-                rig.driver.cancel(action.action_id)
-                rig.driver.cancel(action.action_id)
-            rig.driver.cancel(10**9)
-            rig.backend.open_all()
-            rig.driver.wait_idle()
-            rig.check()
-            for action in actions:
-                end = rig.driver.ended[action.action_id]
-                whole = getattr(end, "n_valid", getattr(end, "n", 0)) in (8, 16)
-                cause = getattr(end, "cause", "")
-                if isinstance(action, Prefetch | Backup):
-                    equal(cause, "" if whole else "cancelled", f"the end of {action}")
-                if page_count(getattr(end, "extents", ())):
-                    rig.free(end.extents)  # type: ignore[union-attr]
-            rig.expect_free()
-            equal(rig.fetch(stored, Tier.L1).n_valid, 16, "afterwards all works")
-
-    def _some_of_each(self, rig: Rig, pages: object) -> list[Action]:
-        driver, stored, fresh = rig.driver, rig.prompt(64), rig.prompt(64, 1)
-        halves = [slice_extents(pages, a, a + 8) for a in (0, 8)]  # type: ignore[arg-type]
-        out: list[Action] = [
-            driver.backup(fresh.keys(0, 8), halves[0], Tier.L3),
-            driver.backup(fresh.keys(8, 16), halves[1], Tier.L3),
-            driver.prefetch(stored.keys(), Tier.L1),
-            driver.prefetch(stored.keys(0, 8), Tier.L1),
-            driver.lookup(stored.keys()),
-            driver.drop(rig.prompt(8, 9).keys()),
-            driver.free(pages),  # type: ignore[arg-type]
-        ]
-        kinds = {type(action) for action in out}
-        require(kinds >= {Backup, Prefetch, Lookup, Drop, Free}, "a kind is missing")
-        return out
-
-    def test_a_backup_that_waits_for_its_turn_can_be_cancelled(
+    def test_stores_from_both_tiers_and_loads_never_wait_in_a_circle(
         self, make_runtime: MakeRuntime
     ) -> None:
-        with self.bench(make_runtime, host_pages=4, mode=BUFFER_ONLY) as rig:
-            prompts = [rig.prompt(8, i) for i in range(6)]
-            pages = [rig.make_pages(p) for p in prompts]
+        """A load waits for L2 pages that are free once they were stored, behind a store from L1
+        that needs pages of the window."""
+        with self.bench(make_runtime, host_pages=8) as rig:
+            stored, small = rig.prompt(20, 1), rig.prompt(8, 2)
+            rig.in_l3(stored)
+            rig.in_l3(small)
+            first, second = rig.prompt(24, 3), rig.prompt(20, 4)
+            from_l1, from_l2 = rig.make_pages(first), rig.in_l2(second)
+            rest = rig.fetch(small, Tier.L2).extents  # one page of eight is left
             rig.backend.writes.shut()
-            backups = [
-                rig.driver.backup(p.keys(), e, Tier.L3) for p, e in zip(prompts, pages, strict=True)
+            stores = [
+                rig.driver.backup(first.keys(), from_l1, Tier.L3),
+                rig.driver.backup(second.keys(), from_l2, Tier.L3),
             ]
-            rig.driver.apply(*backups)
-            rig.driver.cancel(backups[4].action_id)
-            event = of_type(rig.driver.wait_action(backups[4].action_id), BackedUp)
-            equal((event.n, event.cause), (0, "cancelled"), "the cancelled one, at once")
-            rig.free(pages[4])
+            load = rig.driver.prefetch(stored.keys(), Tier.L2)
+            rig.driver.apply(*stores, rig.driver.free(from_l2), load)
             rig.backend.writes.open()
             rig.driver.wait_idle()
-            ends = [rig.driver.ended[b.action_id] for b in backups]
-            equal([getattr(e, "n", 0) for e in ends], [2, 2, 2, 2, 0, 2], "pages stored")
+            ends = [rig.driver.ended[action.action_id] for action in stores]
+            equal([getattr(e, "n", 0) for e in ends], [6, 5], "pages stored")
+            ready = of_type(rig.driver.ended[load.action_id], PrefetchReady)
+            equal((ready.n_valid, ready.cause), (5, ""), "pages loaded")
+            rig.free(from_l1, rest, ready.extents)
+            rig.expect_free()

@@ -248,14 +248,16 @@ class Driver:
     def wait_idle(self) -> None:
         self._wait(lambda: not self.open and not self.running, "all actions and batches")
 
-    def wait_status(self, test: Callable[[StatusReport], bool]) -> None:
+    def wait_status(self, test: Callable[[StatusReport], bool], what: str = "such") -> None:
         """Wait for a report of which `test(report)` is true."""
-        self._wait(lambda: self.status is not None and test(self.status), "a status")
+        self.poll()
+        self._wait(lambda: self.status is not None and test(self.status), f"a report, {what},")
 
     def _wait(self, has_come: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + WAIT_S
         while not has_come():
-            require(time.monotonic() < end_s, f"{what} did not come; open: {self.open}")
+            late = time.monotonic() > end_s
+            require(not late, f"{what} did not come; open: {self.open}; {self.status}")
             self.poll(0.05)
 
     def do(self, action: Action) -> Event:

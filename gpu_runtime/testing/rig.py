@@ -135,10 +135,16 @@ class Rig:
             equal(self.worker.stats().callback_errors, 0, "callbacks that raised")
 
     def expect_free(self, l1: int | None = None, l2: int | None = None) -> None:
-        """As many pages are free (default: all of them), and none is on its way."""
-        for tier, wanted in ((Tier.L1, l1), (Tier.L2, l2)):
-            total, free, freeing = self.driver.pages(tier)
-            equal((free, freeing), (total if wanted is None else wanted, 0), f"free of {tier.name}")
+        """As many pages are free (default: all of them), and none is on its way; soon, if not now:
+        pages come back a moment after the event that says how an operation ended."""
+        wanted = {
+            Tier.L1: self.driver.pages(Tier.L1)[0] if l1 is None else l1,
+            Tier.L2: self.driver.pages(Tier.L2)[0] if l2 is None else l2,
+        }
+        what = ", ".join(f"{pages} free in {tier.name}" for tier, pages in wanted.items())
+        self.driver.wait_status(
+            lambda s: all((c.free, c.freeing) == (wanted[c.tier], 0) for c in s.capacity), what
+        )
 
     def close(self) -> None:
         """Close; everything that was open has its event then."""

@@ -32,6 +32,7 @@ class Page:
     holds: int = 0
     backups: int = 0
     claimed: bool = False
+    stranded: bool = False
 
     def settle(self) -> None:
         if not self.holds and not self.claimed:
@@ -46,6 +47,7 @@ ALLOWED: dict[str, Callable[[Page], bool]] = {
     "release": lambda p: p.holds > p.backups,
     "begin_backup": lambda p: p.state in READABLE,
     "end_backup": lambda p: p.backups > 0,
+    "strand": lambda p: p.backups > 0,
     "claim": lambda p: p.state in READABLE and not p.claimed,
     "unclaim": lambda p: p.claimed,
     "quarantine": lambda p: p.state in FILLING,
@@ -96,8 +98,12 @@ class Model:
         page.backups += 1
         page.state = PageState.BACKING_UP
 
+    def _strand(self, page: Page) -> None:
+        page.stranded = True
+
     def _end_backup(self, page: Page) -> None:
         page.backups -= 1
+        page.stranded = False
         if not page.backups and page.state is PageState.BACKING_UP:
             page.state = PageState.READY
         self._release(page)
@@ -185,6 +191,8 @@ class PageTableMachine(RuleBasedStateMachine):
             bad = self.model.where(lambda p: p.state not in FILLING | silent)
         elif name == "release":  # the table does not know whose hold it is
             bad = self.model.where(lambda p: p.holds == 0)
+        elif name == "strand":  # checked by nobody: it changes no state
+            return
         else:
             bad = self.model.where(lambda p: not allowed(p))
         if not bad:
@@ -215,6 +223,14 @@ class PageTableMachine(RuleBasedStateMachine):
         assert table._claimed.tolist() == [p.claimed for p in pages]
         assert table.free == self.model.count(PageState.FREE)
         assert table.freeing == self.model.freeing(self.tier)
+        assert table.stuck == len(
+            self.model.where(
+                lambda p: (
+                    p.state is PageState.QUARANTINED
+                    or (p.state is PageState.FREEING and p.stranded)
+                )
+            )
+        )
         states = Counter(p.state.name.lower() for p in pages)
         assert table.counts() == {s.name.lower(): states[s.name.lower()] for s in PageState}
 
@@ -362,6 +378,8 @@ def test_a_quarantined_page_is_free_only_after_its_late_completion() -> None:
         (lambda t: t._backups.__setitem__(2, 1), "more backups than holds"),
         (lambda t: t._state.__setitem__(2, PageState.BACKING_UP), "BACKING_UP and backups"),
         (lambda t: t._state.__setitem__(2, PageState.LOADING), "not readable has a claim"),
+        (lambda t: t._state.__setitem__(2, PageState.FREEING), "pages that leave"),
+        (lambda t: t._stranded.__setitem__(2, True), "stranded without a backup"),
     ],
 )
 def test_check_integrity_finds(

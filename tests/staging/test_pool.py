@@ -236,6 +236,26 @@ def test_a_backend_at_its_cap_holds_up_nobody_else(make_pool: MakePool) -> None:
     assert not any(wish.waits for wish in more)
 
 
+def test_a_store_has_pages_that_nothing_else_takes() -> None:
+    """Else it could wait for a page that is freed only when a store behind it has read it."""
+    target = PinnedHostBufferPool(1, PAGE_BYTES, StagingSettings(16 * 12288), store_share=1 / 8)
+    assert (target.store_pages, target.store_window, target.load_window) == (2, 2, 12)
+    stay = [load(target, 12), load(target, 2)]
+    assert all(wish.slots is not None for wish in stay)
+    assert load(target, 1).waits, "two are left, for stores"
+    first, second = write(target, 2, "a"), write(target, 1, "a")
+    assert first.slots is not None
+    assert second.waits
+    target.check_integrity()
+    give_back(target, first)
+    assert second.slots is not None
+    give_back(target, second)
+    assert target.free == 2
+    give_back(target, stay[1])
+    assert target.free == 3, "one is granted to the load that waits"
+    target.close()
+
+
 def test_a_lend_needs_no_pages(make_pool: MakePool) -> None:
     target = make_pool(4)
     held = load(target, 4)
@@ -339,9 +359,10 @@ def test_callbacks_may_ask_and_give_back(make_pool: MakePool) -> None:
     ("breakage", "message"),
     [
         (lambda p: p._lent.update(a=99), "lent beyond the cap"),
-        (lambda p: p._loads.append(Wish(SlotKind.LOAD, 1).request), "could be granted"),
-        (lambda p: p._writes.append(Wish(SlotKind.WRITE, 1).request), "could be granted"),
+        (lambda p: p._waiting.add(Wish(SlotKind.LOAD, 1).request), "could be granted"),
+        (lambda p: p._waiting.add(Wish(SlotKind.WRITE, 1).request), "could be granted"),
         (lambda p: p.tables["kv"]._state.fill(4), "free list"),
+        (lambda p: setattr(p, "store_pages", 5), "5 pages are kept for stores, 4 free"),
     ],
 )
 def test_check_integrity_finds(
@@ -358,6 +379,6 @@ def test_requests_that_wait_in_a_stopped_pool_are_found(make_pool: MakePool) -> 
     target = make_pool(4)
     load(target, 4)
     target.stop("closed")
-    target._loads.append(Wish(SlotKind.LOAD, 1).request)
+    target._waiting.add(Wish(SlotKind.LOAD, 1).request)
     with pytest.raises(KvstrataError, match="has stopped"):
         target.check_integrity()

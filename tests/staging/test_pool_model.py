@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -42,22 +43,28 @@ class Asked:
         return CAP if self.kind is SlotKind.LOAD else WRITE_CAP
 
     @property
-    def most(self) -> int:
-        pages = PAGES if self.kind is SlotKind.LOAD else PAGES - RESERVE
+    def is_store(self) -> bool:
+        return self.kind is SlotKind.WRITE and self.backend is not None
+
+    def most(self, for_stores: int) -> int:
+        pages = PAGES if self.is_store else PAGES - for_stores
+        pages -= RESERVE if self.kind is SlotKind.WRITE else 0
         return pages if self.backend is None else min(self.cap, pages)
 
 
 class Model:
     """The rules of the queue, told once more: numbers only."""
 
-    def __init__(self) -> None:
+    def __init__(self, for_stores: int) -> None:
         self.free = PAGES
+        self.for_stores = for_stores
+        self.in_store = 0
         self.lent = {"a": 0, "b": 0}
         self.queue: list[Asked] = []
         self.log: list[tuple[str, int]] = []
 
     def ask(self, asked: Asked) -> None:
-        if asked.count > asked.most:
+        if asked.count > asked.most(self.for_stores):
             self.log.append(("capacity", asked.number))
         else:
             self.queue.append(asked)
@@ -74,8 +81,14 @@ class Model:
             self.queue.remove(one)
             self.log.append(("granted", one.number))
             self.free -= one.count if one.pages_needed else 0
+            self.in_store += one.count if one.is_store and one.pages_needed else 0
             if one.backend:
                 self.lent[one.backend] += one.count
+
+    @property
+    def kept(self) -> int:
+        """Pages that all but stores leave alone now."""
+        return max(0, self.for_stores - self.in_store)
 
     def best(self) -> Asked | None:
         loads = [r for r in self.queue if r.kind is SlotKind.LOAD and r.pages_needed]
@@ -84,38 +97,57 @@ class Model:
         waits_for_share: set[str] = set()
         load_waits_for_pages = False
         for queue in (loads, lends, writes):
-            if queue is writes and load_waits_for_pages:
-                return None
+            if queue is writes:
+                own = [r for r in writes if r.is_store and r.count <= self.kept]
+                if own and self.has_share(own[0], waits_for_share):
+                    return own[0]
+                if load_waits_for_pages:
+                    return None
             for one in queue:
-                if one.backend and self.lent[one.backend] + one.count > one.cap:
-                    waits_for_share.add(one.backend)
-                if one.backend in waits_for_share:
+                if not self.has_share(one, waits_for_share):
                     continue
                 keep = RESERVE if queue is writes else 0
+                keep += 0 if one.is_store else self.kept
                 if not one.pages_needed or self.free >= one.count + keep:
                     return one
                 load_waits_for_pages = queue is loads
                 break
         return None
 
+    def has_share(self, one: Asked, waits_for_share: set[str]) -> bool:
+        if one.backend and self.lent[one.backend] + one.count > one.cap:
+            waits_for_share.add(one.backend)
+        return one.backend not in waits_for_share
+
     @property
     def waiting(self) -> int:
         loads = [r.count for r in self.queue if r.kind is SlotKind.LOAD and r.pages_needed]
         writes = [r.count for r in self.queue if r.kind is SlotKind.WRITE and r.pages_needed]
         first = writes[0] + RESERVE if writes else 0
-        return max(0, sum(loads) + first - self.free)
+        need = sum(loads) + first
+        return max(0, need + self.kept - self.free) if need else 0
 
 
 class PoolMachine(RuleBasedStateMachine):
+    store_share = 0.0
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PinnedHostBufferPool(1, PAGE_BYTES, StagingSettings(PAGES * STRIDE))
+        # The components number their pages in other orders, as they do after some use.
+        orders = iter([np.arange(PAGES), np.arange(PAGES)[::-1]])
+        self.pool = PinnedHostBufferPool(
+            1,
+            PAGE_BYTES,
+            StagingSettings(PAGES * STRIDE),
+            order=lambda n: next(orders),
+            store_share=self.store_share,
+        )
         assert (self.pool.pages, self.pool.reserve_pages, self.pool.cap_pages) == (
             PAGES,
             RESERVE,
             CAP,
         )
-        self.model = Model()
+        self.model = Model(self.pool.store_pages)
         self.log: list[tuple[str, int]] = []
         self.asked: list[Asked] = []
         self.kept: list[dict[str, Extents]] = []
@@ -161,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.log.append(("granted", one.number))
             wanted = dict.fromkeys(PAGE_BYTES, one.count) if one.pages_needed else {}
             assert {name: len(pages) for name, pages in slots.items()} == wanted
-            if kind is SlotKind.WRITE and one.pages_needed:
+            if kind is SlotKind.WRITE and not one.is_store:
                 assert self.pool.free >= RESERVE, "a write took from the loads' share"
 
         def refused(cause: str) -> None:
@@ -205,13 +237,14 @@ class PoolMachine(RuleBasedStateMachine):
     def _give_pages(self, one: Asked, slots: Slots) -> None:
         self.pool.give_back(slots)
         self.model.free += one.count if one.pages_needed else 0
+        self.model.in_store -= one.count if one.is_store and one.pages_needed else 0
         self.model.settle()
 
-    @precondition(lambda self: any(one.slots for one in self.asked))
+    @precondition(lambda self: any(one.slots and not one.is_store for one in self.asked))
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
-        """The pages become control's, and stay when their use has ended."""
-        able = [one for one in self.granted if one.pages_needed]
+        """Pages become control's, and stay when their use has ended; those of stores do not."""
+        able = [one for one in self.granted if one.slots and not one.is_store]
         one = data.draw(st.sampled_from(able))
         slots, one.slots = one.slots, None
         assert slots is not None
@@ -290,5 +323,13 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(set(held)) == len(held)
 
 
+class PoolWithStoresMachine(PoolMachine):
+    """Two pages are kept for stores."""
+
+    store_share = 0.2
+
+
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolWithStores = PoolWithStoresMachine.TestCase
+TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPoolWithStores.settings = TestPool.settings

@@ -1,0 +1,369 @@
+"""Faults below the boundary: copies that fail, late storage, pools that disagree, bugs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstrata.backends import BackendContext, ObjectId, StorageWorker, WorkerSettings
+from kvstrata.boundary import BatchPlan, Evicted, Restored, RowPlan, RowStatus
+from kvstrata.errors import ConfigError, IntegrityError, StorageUnavailableError
+from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime, RuntimeSettings
+from kvstrata.gpu_runtime.core import RuntimeCore
+from kvstrata.gpu_runtime.storage_events import MAX_NAMESPACES
+from kvstrata.gpu_runtime.testing import Driver, FaultyBackend, GatedRunner, Prompt, Rig
+from kvstrata.handles import StagingMode, Tier, page_count, slice_extents
+from kvstrata.staging import PageState, StagingSettings
+from kvstrata.tiers.namespace import component_fingerprint
+
+Bench = Callable[..., Rig]
+SOON_S = 0.05
+
+
+def core_of(rig: Rig) -> RuntimeCore:
+    assert isinstance(rig.runtime, LocalGPURuntime)
+    return rig.runtime.core
+
+
+SETTINGS: Mapping[str, Any] = {
+    "components": (ComponentSpec("kv", 1, 1, 8, "uint8"),),
+    "pages": 8,
+    "page_tokens": 4,
+    "max_requests": 2,
+    "max_context_tokens": 64,
+    "staging": StagingSettings(64 * 4096),
+}
+TWICE = (ComponentSpec("kv", 1, 1, 8, "uint8"), ComponentSpec("kv", 1, 1, 4, "uint8"))
+
+
+def plain_runtime(**change: Any) -> tuple[LocalGPURuntime, FaultyBackend]:
+    backend = FaultyBackend()
+    worker = StorageWorker("disk", backend, WorkerSettings(), BackendContext("disk"))
+    settings = RuntimeSettings(**{**SETTINGS, **change})
+    return LocalGPURuntime(settings, GatedRunner(), worker), backend
+
+
+def traces() -> tuple[set[str], int]:
+    """Threads of ours and open descriptors, once nothing is left to be collected."""
+    gc.collect()
+    names = {t.name for t in threading.enumerate() if t.name.startswith("kvstrata-")}
+    return names, len(os.listdir("/proc/self/fd"))
+
+
+class BrokenCopy:
+    """Lets a pool's copies fail for as long as it is told to."""
+
+    def __init__(self, rig: Rig, pool: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails = 1
+        whole = getattr(core_of(rig).pools[pool], way)
+
+        def copy(*args: Any) -> None:
+            if self.fails:
+                self.fails -= 1
+                raise RuntimeError("the copy failed")
+            whole(*args)
+
+        monkeypatch.setattr(core_of(rig).pools[pool], way, copy)
+
+
+# ── copies that fail ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("pool", ["kv", "index"])
+def test_a_failed_h2d_costs_only_its_row_a_recompute(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, pool: str
+) -> None:
+    rig = bench(two_pools=True)
+    bad, good = rig.prompt(16, 1), rig.prompt(16, 2)
+    in_l1 = slice_extents(rig.make_pages(bad), 0, 1)
+    bad_l2, good_l2 = rig.in_l2(rig.prompt(16, 1)), rig.in_l2(good)
+    BrokenCopy(rig, pool, "scatter", monkeypatch)
+    batch, (first, second, third) = rig.driver.run(
+        BatchPlan(
+            open=(bad.open(4), good.more([1]).open(4), rig.prompt(5, 3).open(4)),
+            rows=(
+                RowPlan(
+                    row=0, attach=in_l1, restore=slice_extents(bad_l2, 1, 4), start=15, count=1
+                ),
+                RowPlan(row=1, restore=good_l2, start=16, count=1),
+                RowPlan(row=2, start=0, count=5),
+            ),
+        )
+    )
+    behind, _ = rig.driver.run(BatchPlan(rows=(RowPlan(row=first), RowPlan(row=second))))
+    lost, *others = rig.driver.wait_batch(batch).rows
+    assert (lost.status, lost.n_valid_pages, lost.extents) == (RowStatus.NEEDS_RECOMPUTE, 1, ())
+    assert lost.finished
+    assert [row.status for row in others] == [RowStatus.OK, RowStatus.OK]
+    masked, runs = rig.driver.wait_batch(behind).rows
+    assert (masked.status, runs.status) == (RowStatus.MASKED, RowStatus.OK)
+    rig.release(first, second, third)
+    rig.free(bad_l2, good_l2, in_l1, *(row.extents for row in (*others, runs)))
+    rig.driver.wait_idle()
+    rig.check()
+    row = rig.ask(bad)  # its tokens are there from 0: it is computed again
+    assert row.status is RowStatus.OK
+
+
+def test_failed_copies_of_actions_are_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore, prefetch through the window, backup to L2 and to L3: cause, and no page lost."""
+    rig = bench()
+    prompt = rig.prompt(16)
+    rig.in_l3(prompt)
+    in_l2 = rig.in_l2(rig.prompt(8, 1))
+    h2d = BrokenCopy(rig, "kv", "scatter", monkeypatch)
+    restored = rig.driver.do(rig.driver.restore(in_l2))
+    assert isinstance(restored, Restored)
+    assert (restored.n, restored.extents) == (0, ())
+    assert "the copy failed" in restored.cause
+    h2d.fails = 1
+    ready = rig.fetch(prompt, Tier.L1)
+    assert ready.n_valid == 0
+    assert "the copy failed" in ready.cause
+    rig.free(in_l2)
+    rig.expect_free()
+    for target in (Tier.L2, Tier.L3):
+        pages = rig.make_pages(rig.prompt(24, 2))
+        BrokenCopy(rig, "kv", "gather", monkeypatch)
+        event = rig.store(rig.prompt(24, 2), pages, target)
+        assert event.n == 0
+        assert "the copy failed" in event.cause
+        rig.free(pages)
+        rig.expect_free()
+    assert rig.fetch(prompt, Tier.L1).n_valid == 4, "afterwards all works"
+
+
+# ── storage that is late ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_late_read_writes_into_nobodys_page(bench: Bench) -> None:
+    """B057, B062: all other staging is taken and filled with a pattern while a read hangs."""
+    rig = bench(host_pages=8)
+    prompt = rig.prompt(16)
+    rig.in_l3(prompt)
+    staging, core = core_of(rig).staging, core_of(rig)
+    rig.backend.reads.shut()
+    assert rig.fetch(prompt, Tier.L2, deadline_s=SOON_S).cause == "timeout"
+    rig.backend.reads.wait_for_one()
+    table = staging.tables["kv"]
+    assert table.counts()["quarantined"] == 4
+    late = np.flatnonzero(table._state == PageState.QUARANTINED)
+    with core.lock:
+        others = table.reserve(table.free)
+        for page in others.tolist():
+            staging.payload("kv", page)[:] = b"\x5a" * staging.page_bytes["kv"]
+    assert not set(others.tolist()) & set(late.tolist())
+    assert table.free == 0
+    rig.backend.reads.open()
+    rig.driver.wait_status(lambda s: all(c.freeing == 0 for c in s.capacity))
+    with core.lock:
+        assert table.free == 4
+        for page in others.tolist():
+            assert bytes(staging.payload("kv", page)) == b"\x5a" * staging.page_bytes["kv"]
+        table.release(others)
+    rig.expect_free()
+    assert staging.lent("bench") == 0
+
+
+def test_a_late_write_reads_what_it_was_given(bench: Bench) -> None:
+    """The window's pages stay away from others until a slow store has read them."""
+    rig = bench(host_pages=8, mode=StagingMode.BUFFER_ONLY)
+    prompt = rig.prompt(8)
+    pages = rig.make_pages(prompt)
+    rig.backend.writes.shut()
+    event = rig.driver.do(rig.driver.backup(prompt.keys(), pages, Tier.L3, deadline_s=SOON_S))
+    assert getattr(event, "cause", "") == "timeout"
+    rig.free(pages)
+    for i in range(1, 6):  # L1 and the window are used again and again
+        rig.free(rig.make_pages(rig.prompt(8, i)))
+    assert core_of(rig).staging.tables["kv"].counts()["quarantined"] == 2
+    rig.backend.writes.open()
+    rig.driver.wait_status(lambda s: all(c.freeing == 0 for c in s.capacity))
+    ready = rig.fetch(prompt, Tier.L1)
+    if ready.n_valid:  # it did arrive, late: then with the right bytes
+        rig.verify(prompt, ready.extents)
+        rig.free(ready.extents)
+    rig.expect_free()
+
+
+def test_a_prefetch_keeps_what_came_before_its_deadline(bench: Bench) -> None:
+    """Two storage calls: the first in time, the second late. The first part counts."""
+    rig = bench(pages=40, host_pages=24)
+    prompt = rig.prompt(64)
+    rig.in_l3(prompt)
+    calls: list[int] = []
+    whole = rig.backend.reads.pass_through
+
+    def second_waits() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            rig.backend.reads.shut()
+        whole()
+
+    rig.backend.reads.pass_through = second_waits  # type: ignore[method-assign]
+    ready = rig.fetch(prompt, Tier.L2, deadline_s=4 * SOON_S)
+    assert (ready.n_valid, ready.cause) == (8, "timeout")
+    rig.backend.reads.open()
+    rig.driver.wait_status(lambda s: all(c.freeing == 0 for c in s.capacity))
+    rig.expect_free(l2=16)
+    restored = rig.driver.do(rig.driver.restore(ready.extents))
+    assert isinstance(restored, Restored)
+    rig.verify(prompt, restored.extents)
+
+
+# ── two pools that disagree: B101 ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("target", [Tier.L1, Tier.L2])
+@pytest.mark.parametrize("pool", ["kv", "index"])
+@pytest.mark.parametrize("page", [0, 5, 9])
+def test_what_is_published_is_what_every_pool_has(
+    bench: Bench, target: Tier, pool: str, page: int
+) -> None:
+    """One component fails at page k: k pages are READY, in both pools, and all bytes are right."""
+    rig = bench(two_pools=True, pages=40, host_pages=24)
+    prompt = rig.prompt(48)
+    rig.in_l3(prompt)
+    keys = prompt.keys()
+    name = ObjectId(component_fingerprint(keys.namespace, pool), keys.key(page))
+    rig.backend.lose = {name}
+    ready = rig.fetch(prompt, target)
+    assert (ready.n_valid, ready.cause) == (page, "missing")
+    assert page_count(ready.extents) == page
+    if page == 0:
+        rig.expect_free()
+        return
+    assert {e.pool for e in ready.extents} == {"kv", "index"}
+    pages = ready.extents
+    if target is Tier.L2:
+        restored = rig.driver.do(rig.driver.restore(pages))
+        assert isinstance(restored, Restored)
+        rig.free(pages)
+        pages = restored.extents
+    rig.verify(prompt, pages)
+    rig.free(pages)
+    rig.expect_free()
+
+
+@pytest.mark.parametrize("pool", ["kv", "index"])
+def test_what_is_stored_is_what_every_pool_stored(bench: Bench, pool: str) -> None:
+    rig = bench(two_pools=True, pages=40)
+    prompt = rig.prompt(48)
+    pages = rig.make_pages(prompt)
+    name = component_fingerprint(prompt.namespace, pool)
+    rig.backend.refuse = {ObjectId(name, prompt.keys().key(7))}
+    event = rig.store(prompt, pages)
+    assert (event.n, event.cause) == (7, "access")
+    located = rig.driver.do(rig.driver.lookup(prompt.keys()))
+    assert getattr(located, "n", None) == 7, "the least of the components"
+
+
+def test_a_page_that_lost_one_component_is_told_as_evicted_once(bench: Bench) -> None:
+    rig = bench(two_pools=True)
+    prompt = rig.prompt(8)
+    rig.in_l3(prompt)
+    keys = prompt.keys()
+    objects = [
+        ObjectId(component_fingerprint(keys.namespace, pool), keys.key(i))
+        for pool in ("kv", "index")
+        for i in range(2)
+    ]
+    foreign = ObjectId(bytes(32), keys.key(0))
+    assert rig.worker is not None
+    assert rig.worker.on_evicted is not None
+    rig.worker.on_evicted([*objects[:2], objects[2], foreign])
+    rig.driver.poll()
+    (event,) = [e for e in rig.driver.unasked if isinstance(e, Evicted)]
+    assert (event.namespace, event.keys) == (keys.namespace, keys.keys)
+
+
+def test_namespaces_are_remembered_up_to_a_bound(bench: Bench) -> None:
+    storage = core_of(bench()).storage
+    for i in range(MAX_NAMESPACES + 10):
+        storage.component_namespace(i.to_bytes(32, "big"), "kv")
+    assert len(storage._namespaces) == len(storage._base) == MAX_NAMESPACES
+
+
+# ── bugs are not swallowed ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("where", ["device", "worker"])
+def test_what_a_callback_raises_reaches_control(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Instead of an event that never comes. The threads live on, so that close works."""
+    runtime, _ = plain_runtime()
+    core, driver = runtime.core, Driver(runtime)
+    prompt = Prompt.random(8, 4, seed=0)
+
+    def broken(*args: object) -> None:
+        raise IntegrityError("a bug of the test")
+
+    monkeypatch.setattr(core, "settle_frees" if where == "device" else "claim", broken)
+    if where == "device":
+        driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=8),)))
+    else:
+        driver.apply(driver.prefetch(prompt.keys(), Tier.L2))
+    with pytest.raises(IntegrityError, match="a bug of the test"):
+        driver.wait_status(lambda status: False)
+    for call in (
+        lambda: runtime.apply([]),
+        lambda: runtime.prepare_batch(BatchPlan()),
+        lambda: runtime.poll(0),
+        core.check_integrity,
+    ):
+        with pytest.raises(IntegrityError):
+            call()
+    monkeypatch.undo()
+    runtime.close(10.0)
+    assert not traces()[0]
+
+
+# ── a runtime that cannot be built leaves nothing behind ─────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pages": 0},
+        {"page_tokens": 0},
+        {"max_requests": -1},
+        {"max_context_tokens": 0},
+        {"components": ()},
+        {"components": TWICE},
+        {"components": (ComponentSpec("kv", 1, 1, 8, "uint8", kind="mamba"),)},
+        {"staging": StagingSettings(4096)},
+    ],
+    ids=str,
+)
+def test_impossible_sizes_are_config_errors_and_nothing_runs(change: dict[str, Any]) -> None:
+    before = traces()
+    with pytest.raises(ConfigError):
+        plain_runtime(**change)
+    assert traces() == before
+
+
+def test_a_backend_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces()
+
+    def away(backend: FaultyBackend, context: BackendContext) -> None:
+        raise StorageUnavailableError("the store is away")
+
+    monkeypatch.setattr(FaultyBackend, "open", away)
+    with pytest.raises(StorageUnavailableError):
+        plain_runtime()
+    assert traces() == before
+
+
+def test_runtimes_come_and_go_without_a_trace() -> None:
+    """B090, B079: no thread and no descriptor stays."""
+    before = traces()
+    for _ in range(20):
+        plain_runtime()[0].close(10.0)
+    assert traces() == before
