@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime
-from kvstrata.gpu_runtime.testing import Rig, RuntimeSuite
+from kvstrata.gpu_runtime.testing import Prompt, Rig, RuntimeSuite
 
 KV = ComponentSpec("kv", layers=2, kv_heads=1, head_dim=4, dtype="bfloat16")
 INDEX = ComponentSpec("index", layers=1, kv_heads=1, head_dim=5, dtype="uint8", layout="HND")
@@ -28,3 +30,51 @@ def bench() -> Iterator[Bench]:
             return stack.enter_context(suite.bench(LocalGPURuntime, **options))
 
         yield open_rig
+
+
+Plant = Callable[[Rig, random.Random], Callable[[int], None]]
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """`plant(rig, numbers)` lets one copy in forty fail, from now on; what it returns plants
+    faults in storage and in the runner, and is to be called at every step."""
+
+    def start(rig: Rig, numbers: random.Random) -> Callable[[int], None]:
+        _break_copies(rig, random.Random(numbers.random()), monkeypatch)
+        return lambda step: _plant_faults(rig, numbers, step)
+
+    return start
+
+
+def _plant_faults(rig: Rig, numbers: random.Random, step: int) -> None:
+    """Storage that loses, refuses, hangs for a while; copies and runners that fail."""
+    backend = rig.backend
+    size = rig.settings.page_tokens
+    tokens = [100 * (i // size % 2) + i % size for i in range(5 * size)]
+    keys = Prompt(np.array(tokens, np.int32), size).keys()
+    if step % 7 == 0:
+        some = {keys.key(i) for i in range(5) if numbers.random() < 0.1}
+        backend.lose, backend.corrupt = set(some), set()
+        backend.refuse = {keys.key(i) for i in range(5) if numbers.random() < 0.1}
+    if step % 11 == 0:
+        backend.open_all()
+        if numbers.random() < 0.3:
+            numbers.choice([backend.reads, backend.writes, backend.asks]).shut()
+    if numbers.random() < 0.03:
+        rig.runner.fail_at[rig.runner.steps + numbers.randrange(3)] = ValueError("planted")
+
+
+def _break_copies(rig: Rig, numbers: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy in forty fails, in either direction."""
+    assert isinstance(rig.runtime, LocalGPURuntime)
+    for pool in rig.runtime.core.pools.values():
+        for way in ("gather", "scatter"):
+            whole = getattr(pool, way)
+
+            def copy(*args: Any, whole: Callable[..., None] = whole) -> None:
+                if numbers.random() < 0.025:
+                    raise RuntimeError("planted")
+                whole(*args)
+
+            monkeypatch.setattr(pool, way, copy)

@@ -29,7 +29,6 @@ from kvstrata.boundary import (
     RowStatus,
 )
 from kvstrata.errors import CapacityError
-from kvstrata.gpu_runtime import LocalGPURuntime
 from kvstrata.gpu_runtime.testing import Prompt, Rig
 from kvstrata.handles import (
     Extents,
@@ -41,6 +40,7 @@ from kvstrata.handles import (
 )
 
 Bench = Callable[..., Rig]
+Plant = Callable[[Rig, random.Random], Callable[[int], None]]
 SIZE = 4
 SHORT_S, LONG_S = 0.01, 20.0
 
@@ -337,46 +337,13 @@ def sorted_requests(requests: dict[RequestRuntimeHandle, Request]) -> list[Reque
     return [Request([], 0, 0, ended=True), Request([], 0, 0, ended=True), *requests.values()]
 
 
-def plant_faults(rig: Rig, numbers: random.Random, step: int) -> None:
-    """Storage that loses, refuses, hangs for a while; copies and runners that fail."""
-    backend = rig.backend
-    keys = Prompt(
-        np.array([100 * (i // SIZE % 2) + i % SIZE for i in range(20)], np.int32), SIZE
-    ).keys()
-    if step % 7 == 0:
-        some = {keys.key(i) for i in range(5) if numbers.random() < 0.1}
-        backend.lose, backend.corrupt = set(some), set()
-        backend.refuse = {keys.key(i) for i in range(5) if numbers.random() < 0.1}
-    if step % 11 == 0:
-        backend.open_all()
-        if numbers.random() < 0.3:
-            numbers.choice([backend.reads, backend.writes, backend.asks]).shut()
-    if numbers.random() < 0.03:
-        rig.runner.fail_at[rig.runner.steps + numbers.randrange(3)] = ValueError("planted")
-
-
-def break_copies(rig: Rig, numbers: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One copy in forty fails, in either direction."""
-    assert isinstance(rig.runtime, LocalGPURuntime)
-    for pool in rig.runtime.core.pools.values():
-        for way in ("gather", "scatter"):
-            whole = getattr(pool, way)
-
-            def copy(*args: Any, whole: Callable[..., None] = whole) -> None:
-                if numbers.random() < 0.025:
-                    raise RuntimeError("planted")
-                whole(*args)
-
-            monkeypatch.setattr(pool, way, copy)
-
-
 @pytest.mark.parametrize("mode", StagingMode)
 @pytest.mark.parametrize("two_pools", [False, True])
 @pytest.mark.parametrize("with_faults", [False, True])
 def test_random_control(
     bench: Bench,
     seed: int,
-    monkeypatch: pytest.MonkeyPatch,
+    plant: Plant,
     mode: StagingMode,
     two_pools: bool,
     with_faults: bool,
@@ -386,13 +353,11 @@ def test_random_control(
     )
     numbers = random.Random(f"{seed} {mode} {two_pools} {with_faults}")
     control = Control(rig, numbers)
-    if with_faults:
-        break_copies(rig, random.Random(seed), monkeypatch)
+    more_faults = plant(rig, numbers) if with_faults else lambda step: None
     moves = [control.batch] * 4 + [control.execute] * 4 + [control.act] * 4
     moves += [control.release if numbers.random() < 0.5 else control.cancel_request]
     for step in range(700):
-        if with_faults:
-            plant_faults(rig, numbers, step)
+        more_faults(step)
         numbers.choice(moves)()
         if numbers.random() < 0.6:
             control.poll()
@@ -405,58 +370,3 @@ def test_random_control(
     assert any(row.status is RowStatus.OK for batch in done for row in batch.rows)
     if not with_faults:
         assert rig.driver.verified > 0
-
-
-def test_a_thousand_aborts_leave_nothing(bench: Bench, seed: int) -> None:
-    """B086: whatever is aborted, whenever: free pages are what they were at the start."""
-    rig = bench(pages=24, host_pages=8)
-    numbers = random.Random(seed)
-    stored = rig.prompt(16)
-    rig.in_l3(stored)
-    copies = rig.in_l2(rig.prompt(8, 1))
-    rig.driver.ended.clear()
-    rig.driver.done.clear()
-    for _ in range(1000):
-        kind = numbers.randrange(4)
-        if kind == 0:
-            action = rig.driver.prefetch(stored.keys(), numbers.choice([Tier.L1, Tier.L2]))
-            rig.driver.apply(action)
-            if numbers.random() < 0.5:
-                rig.driver.poll(0)
-            rig.driver.cancel(action.action_id)
-        elif kind == 1:
-            action = rig.driver.backup(rig.prompt(8, 1).keys(), copies, Tier.L3)
-            rig.driver.apply(action)
-            rig.driver.cancel(action.action_id)
-        else:
-            prompt = rig.prompt(8, 1).more([1, 2, 3])
-            restore = copies if kind == 2 else ()
-            start = 8 if restore else 0
-            try:
-                prepared = rig.driver.prepare(
-                    BatchPlan(
-                        open=(prompt.open(3),),
-                        rows=(RowPlan(row=0, restore=restore, start=start, count=11 - start),),
-                    )
-                )
-            except CapacityError:
-                rig.driver.wait_idle()
-                continue
-            if numbers.random() < 0.5:
-                rig.driver.cancel(*prepared.opened)
-            rig.driver.execute(prepared)
-            rig.release(*prepared.opened)
-        if numbers.random() < 0.1:
-            rig.driver.wait_idle()
-            claimed = [e for e in rig.driver.ended.values() if getattr(e, "extents", ())]
-            rows = [row for done in rig.driver.done.values() for row in done.rows if row.extents]
-            rig.driver.ended.clear()
-            rig.driver.done.clear()
-            rig.free(*(e.extents for e in (*claimed, *rows)))  # type: ignore[union-attr]
-    rig.driver.wait_idle()
-    ends = (*rig.driver.ended.values(), *(r for d in rig.driver.done.values() for r in d.rows))
-    rig.free(*(e.extents for e in ends if getattr(e, "extents", ())))  # type: ignore[union-attr]
-    rig.expect_free(l2=6)
-    assert isinstance(rig.runtime, LocalGPURuntime)
-    assert rig.runtime.core.staging.lent("bench") == 0
-    assert len(rig.runtime.batches.rows) == 0
