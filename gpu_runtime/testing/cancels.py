@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstrata.boundary import Action, BackedUp, Backup, Drop, Free, Lookup, Prefetch
-from kvstrata.gpu_runtime.testing.driver import equal, of_type, require
+from kvstrata.boundary import Action, BackedUp, Backup, Drop, Free, Lookup, Prefetch, PrefetchReady
+from kvstrata.gpu_runtime.testing.driver import WAIT_S, equal, of_type, require
 from kvstrata.gpu_runtime.testing.rig import MakeRuntime, Rig, RuntimeSuite
 from kvstrata.handles import Extents, StagingMode, Tier, page_count, slice_extents
 
@@ -75,3 +75,28 @@ class CancelTests(RuntimeSuite):
             rig.driver.wait_idle()
             ends = [rig.driver.ended[b.action_id] for b in backups]
             equal([getattr(e, "n", 0) for e in ends], [2, 2, 2, 2, 0, 2], "pages stored")
+
+    def test_prefetches_that_wait_for_device_pages(self, make_runtime: MakeRuntime) -> None:
+        """One is cancelled, one is late, one gets them; first come, first served."""
+        with self.bench(make_runtime, pages=10, host_pages=4, mode=BUFFER_ONLY) as rig:
+            stored = rig.prompt(24)
+            rig.in_l3(stored)
+            pages = rig.make_pages(rig.prompt(36, 1))
+            rig.backend.writes.shut()
+            backup = rig.driver.backup(rig.prompt(36, 1).keys(), pages, Tier.L3)
+            loads = [
+                rig.driver.prefetch(stored.keys(), Tier.L1, deadline_s)
+                for deadline_s in (WAIT_S, 0.02, WAIT_S, WAIT_S)
+            ]
+            rig.driver.apply(backup, rig.driver.free(pages), *loads)
+            rig.driver.cancel(loads[2].action_id)
+            for load, cause in ((loads[2], "cancelled"), (loads[1], "timeout")):
+                event = of_type(rig.driver.wait_action(load.action_id), PrefetchReady)
+                equal((event.n_valid, event.cause), (0, cause), "one that waited")
+            rig.backend.writes.open()
+            event = of_type(rig.driver.wait_action(loads[0].action_id), PrefetchReady)
+            equal((event.n_valid, event.cause), (6, ""), "the first")
+            last = of_type(rig.driver.wait_action(loads[3].action_id), PrefetchReady)
+            equal((last.n_valid, last.cause), (0, "capacity"), "no room beside the first")
+            rig.free(event.extents)
+            rig.expect_free()

@@ -50,6 +50,8 @@ class GatedRunner(OracleRunner):
         self.steps = 0
         """Forward steps that were begun."""
         self.fail_at: dict[int, BaseException] = {}
+        self.refuse: set[bytes] = set()
+        """Payloads of rows that it does not want."""
         self._gates: dict[int, Gate] = {}
 
     def pause(self, step: int | None = None) -> Gate:
@@ -68,7 +70,12 @@ class GatedRunner(OracleRunner):
             self._gates[step].pass_through()
         if step in self.fail_at:
             raise self.fail_at.pop(step)
-        return super().forward(rows, context)
+        good = [row for row in rows if row.payload not in self.refuse]
+        made = super().forward(good, context)
+        tokens = iter(made.sampled)
+        bad = {i: "refused by the test" for i, row in enumerate(rows) if row not in good}
+        sampled = [() if i in bad else next(tokens) for i in range(len(rows))]
+        return ForwardResult(sampled, made.counters, failed=bad)
 
 
 class FaultyBackend(MemoryBackend):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstrata.boundary import Action, BatchPlan, OpenRow, RowPlan
+from kvstrata.boundary import Action, ActionFailed, BatchPlan, Freed, OpenRow, RowPlan
 from kvstrata.errors import CapacityError, KvstrataError, PlanError, StaleHandleError
-from kvstrata.gpu_runtime.testing.driver import equal, raises, require
+from kvstrata.gpu_runtime.testing.driver import equal, of_type, raises, require
 from kvstrata.gpu_runtime.testing.rig import MakeRuntime, Rig, RuntimeSuite
 from kvstrata.handles import CacheExtentRef, Extents, RequestRuntimeHandle, Tier
 
@@ -17,6 +17,8 @@ class _Scene:
 
     rig: Rig
     handle: RequestRuntimeHandle
+    partial: RequestRuntimeHandle
+    """Computed 3 tokens of its prompt of 8."""
     done: RequestRuntimeHandle
     l1: Extents
     l2: Extents
@@ -30,6 +32,8 @@ class _Scene:
 class RefusalTests(RuntimeSuite):
     def _scene(self, rig: Rig) -> _Scene:
         _, handle = rig.start(rig.prompt(8, 50), 4)
+        plan = BatchPlan(open=(rig.prompt(8).open(),), rows=(RowPlan(row=0, count=3),))
+        _, (partial,) = rig.driver.run(plan)
         done = rig.ask(rig.prompt(5, 51)).handle
         rig.release(done)
         l1 = rig.make_pages(rig.prompt(10, 1))
@@ -37,7 +41,7 @@ class RefusalTests(RuntimeSuite):
         freed = rig.make_pages(rig.prompt(8, 52))
         rig.free(freed)
         rig.driver.wait_idle()
-        return _Scene(rig, handle, done, l1, l2, freed)
+        return _Scene(rig, handle, partial, done, l1, l2, freed)
 
     def _nothing_happens(self, scene: _Scene, plan: BatchPlan, kind: type[KvstrataError]) -> None:
         """The plan is refused; its good parts (a release, a free, an action) did not happen."""
@@ -116,11 +120,25 @@ class RefusalTests(RuntimeSuite):
                 BatchPlan(rows=(RowPlan(row=handle, start=0, count=1),)),
                 BatchPlan(rows=(RowPlan(row=handle, attach=scene.l1),)),
                 BatchPlan(rows=(RowPlan(row=handle),), release=(handle,)),
+                BatchPlan(rows=(RowPlan(row=scene.partial),)),
+                BatchPlan(rows=(RowPlan(row=scene.partial, start=3, count=6),)),
                 BatchPlan(release=(handle, handle)),
                 BatchPlan(actions=(twice, twice)),
             ):
                 self._nothing_happens(scene, plan, PlanError)
             rig.verify(prompt, scene.l1)
+
+    def test_a_stale_free_among_the_actions_fails_by_itself(
+        self, make_runtime: MakeRuntime
+    ) -> None:
+        with self.bench(make_runtime) as rig:
+            scene = self._scene(rig)
+            bad, good = rig.driver.free(scene.freed), rig.driver.free(scene.l1)
+            rig.driver.prepare(BatchPlan(actions=(bad, good)))
+            event = of_type(rig.driver.wait_action(bad.action_id), ActionFailed)
+            equal(event.cause, "stale", "cause")
+            of_type(rig.driver.wait_action(good.action_id), Freed)
+            rig.driver.cancel(scene.done)  # and cancelling what is gone does nothing
 
     def test_an_id_is_used_by_one_action_at_a_time(self, make_runtime: MakeRuntime) -> None:
         with self.bench(make_runtime) as rig:

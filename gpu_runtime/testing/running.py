@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvstrata.boundary import BatchPlan, RowPlan, RowStatus
 from kvstrata.gpu_runtime.testing.driver import equal, require
 from kvstrata.gpu_runtime.testing.rig import MakeRuntime, Rig, RuntimeSuite, sampled
@@ -113,6 +115,27 @@ class RunningTests(RuntimeSuite):
                 rig.release(handle, row.handle)
                 rig.free(row.extents)
                 rig.expect_free()
+
+    def test_a_row_that_the_runner_refuses_ends_alone(self, make_runtime: MakeRuntime) -> None:
+        with self.bench(make_runtime) as rig:
+            rig.runner.refuse = {b"bad"}
+            good = rig.prompt(9).open(3)
+            bad = msgspec.structs.replace(good, payload=b"bad")
+            batch, (first, second) = rig.driver.run(
+                BatchPlan(open=(bad, good), rows=(RowPlan(row=0, count=9), RowPlan(row=1, count=9)))
+            )
+            decode = BatchPlan(rows=(RowPlan(row=first), RowPlan(row=second)), steps=2)
+            behind, _ = rig.driver.run(decode)
+            lost, other = rig.driver.wait_batch(batch).rows
+            equal((lost.status, lost.error), (RowStatus.ABORTED, "refused by the test"), "refused")
+            equal((lost.finished, lost.extents), (True, ()), "refused")
+            equal((other.status, other.error), (RowStatus.OK, ""), "the other one")
+            equal(rig.driver.done[batch].error, "", "the batch did not fail")
+            lost, more = rig.driver.wait_batch(behind).rows
+            equal((lost.status, more.status), (RowStatus.ABORTED, RowStatus.OK), "behind it")
+            rig.release(first, second)
+            rig.free(other.extents, more.extents)
+            rig.expect_free()
 
     def test_no_page_leaks_whenever_it_is_aborted(self, make_runtime: MakeRuntime) -> None:
         """Restores in flight included: B086, B058."""

@@ -256,7 +256,7 @@ class HostPageTableMachine(PageTableMachine):
 
 TestPageTable = PageTableMachine.TestCase
 TestHostPageTable = HostPageTableMachine.TestCase
-TestPageTable.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestPageTable.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestHostPageTable.settings = TestPageTable.settings
 
 

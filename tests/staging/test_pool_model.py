@@ -331,5 +331,5 @@ class PoolWithStoresMachine(PoolMachine):
 
 TestPool = PoolMachine.TestCase
 TestPoolWithStores = PoolWithStoresMachine.TestCase
-TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPoolWithStores.settings = TestPool.settings
