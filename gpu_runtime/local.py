@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
-from kvstrata.backends import StorageWorker, WorkerStats
+from kvstrata.backends import HostRegion, StorageWorker, WorkerStats
 from kvstrata.boundary import (
     Action,
     BatchPlan,
@@ -68,7 +68,9 @@ class LocalGPURuntime:
             self._moves = Moves(self._core)
             self._batches = BatchEngine(self._core, self._moves.copies, runner)
             if worker is not None:
-                worker.start()
+                region = self._core.staging.region
+                address = region.array.ctypes.data
+                worker.start(regions=(HostRegion(region.fd, address, region.nbytes),))
             undo.pop_all()
 
     def prepare_batch(self, plan: BatchPlan) -> PreparedBatchHandle:

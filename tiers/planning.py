@@ -9,6 +9,15 @@ from kvstrata.handles import RequestRuntimeHandle
 from kvstrata.tiers.node import Node
 from kvstrata.tiers.request import Request
 
+MAX_STILL_STEPS = 3
+"""Steps with open requests in which nothing was sent, under way or heard: more is a bug."""
+
+MAX_WAKES = 3
+"""Polls beside one batch that end for less than a batch: so the calls a batch have a bound."""
+
+MAX_ATTEMPTS = 3
+"""Restores of one request that may fail before it computes everything."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:

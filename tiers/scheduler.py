@@ -28,6 +28,9 @@ from kvstrata.handles import RequestRuntimeHandle, Tier, page_count, slice_exten
 from kvstrata.tiers.admission import Admission, Verdict
 from kvstrata.tiers.cache import CacheControl
 from kvstrata.tiers.planning import (
+    MAX_ATTEMPTS,
+    MAX_STILL_STEPS,
+    MAX_WAKES,
     PlannedRow,
     SchedulerSettings,
     first_chunk,
@@ -37,12 +40,6 @@ from kvstrata.tiers.planning import (
 )
 from kvstrata.tiers.policies import PrefetchPolicy, RestorePolicy
 from kvstrata.tiers.request import Request, RequestResult, RequestState, new_request
-
-MAX_STILL_STEPS = 3
-"""Steps with open requests in which nothing was sent, under way or heard: more is a bug."""
-
-MAX_ATTEMPTS = 3
-"""Restores of one request that may fail before it computes everything."""
 
 
 class Scheduler:
@@ -70,10 +67,11 @@ class Scheduler:
         self._results: list[RequestResult] = []
         self._memory_short = False
         self._still_steps = 0
+        self._wakes = 0
         self._next_id = 1
         self.calls: Counter[str] = Counter()
-        """Calls across RuntimeInterface, by method, and `batches`; `drain` are those while no
-        request was open and the last pages went to storage."""
+        """Calls across RuntimeInterface, by method, and `batches`; `idle` are polls and applies
+        while no batch was under way, `drain` those when no request was open either."""
         self.counters: Counter[str] = Counter()
         """The ModelRunner's counters, summed; rows that needed a recompute."""
         self._note(runtime.poll(0.0))
@@ -138,8 +136,7 @@ class Scheduler:
         return not busy and not self.cache.in_flight
 
     def step(self, timeout_s: float) -> list[RequestResult]:
-        """Admit, send the batches that can be sent, and take events, for which it waits up to
-        `timeout_s`. Returns the requests that ended."""
+        """Admit, send what can be sent, take events (waiting up to `timeout_s`): what ended."""
         self._advance()
         sent = False
         while self._send():
@@ -165,7 +162,8 @@ class Scheduler:
         """What is worth waking for now."""
         if not self._batches:
             return Wake.ANY
-        return Wake.BATCH if len(self._batches) >= self.settings.depth else Wake.LOADS
+        enough = len(self._batches) >= self.settings.depth or self._wakes > MAX_WAKES
+        return Wake.BATCH if enough else Wake.LOADS
 
     def run_until_idle(self, timeout_s: float) -> list[RequestResult]:
         """Step until nothing is open. Raises IntegrityError when `timeout_s` was not enough."""
@@ -278,6 +276,7 @@ class Scheduler:
         if not rows:
             return False
         self._memory_short = False
+        self._wakes = 0
         cache.rooms.note_taken(Tier.L1, need)
         self.calls["execute_batch"] += 1
         self.calls["batches"] += 1
@@ -294,7 +293,8 @@ class Scheduler:
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
     def _count(self, call: str) -> None:
-        self.calls[call if self._requests else "drain"] += 1
+        self.calls[call if self._batches else "idle" if self._requests else "drain"] += 1
+        self._wakes += call == "poll"
 
     def _note(self, events: list[Event]) -> None:
         for event in events:

@@ -95,7 +95,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     pages_mismatched: int
     storage: StorageReport | None
     calls_per_batch: float
-    """Calls across RuntimeInterface while requests were open, divided by batches."""
+    """Calls across RuntimeInterface while batches were under way, divided by batches."""
     calls: dict[str, int]
     paths: dict[str, PathReport]
     hidden_transfer_share: float | None
@@ -118,7 +118,7 @@ def build_report(
     scheduler, size = engine.scheduler, config.pools.page_tokens
     calls = dict(scheduler.calls)
     batches = calls.pop("batches", 0)
-    calls.setdefault("drain", 0)
+    beside = calls.get("drain", 0) + calls.get("idle", 0)
     counters = dict(scheduler.counters)
     transfers = engine.runtime.transfers()
     compute = transfers.pop("compute", None)
@@ -143,7 +143,7 @@ def build_report(
         pages_verified=counters.pop("pages_verified", 0),
         pages_mismatched=counters.pop("pages_mismatched", 0),
         storage=_storage(engine, config),
-        calls_per_batch=round((sum(calls.values()) - calls["drain"]) / max(batches, 1), 3),
+        calls_per_batch=round((sum(calls.values()) - beside) / max(batches, 1), 3),
         calls={"batches": batches, **calls},
         paths=paths,
         hidden_transfer_share=engine.runtime.hidden_share(),

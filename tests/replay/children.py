@@ -146,6 +146,12 @@ def plant_os(**options: Any) -> None:
 def plant_user(uid: int) -> None:
     """Go on as another user. What the command needs was imported before."""
     os.setgroups([])
+    coverage = sys.modules.get("coverage")
+    measured = coverage.Coverage.current() if coverage else None
+    if measured:  # that user cannot write its data file: what ran so far is saved now
+        measured.stop()
+        measured.save()
+        measured._auto_save = False
     os.setgid(uid)
     os.setuid(uid)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-MAX_CALLS_A_BATCH = 8
+MAX_CALLS_A_BATCH = 12
 MAX_DUPLICATES = 32
 MAX_RSS_BYTES = 10**9
 

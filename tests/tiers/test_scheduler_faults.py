@@ -204,7 +204,7 @@ def test_a_page_on_its_way_to_l3_is_waited_for(make_small: Any) -> None:
         small.scheduler.cache.free(e) for _, e in small.scheduler.cache.tree.evict(Tier.L1, 99)
     )
     again = small.submit([*pages(1, 2), 3])
-    small.step_until(lambda: small.scheduler.calls["poll"] > 20)
+    small.step_until(lambda: small.scheduler.calls["idle"] > 20)
     assert again not in small.results
     small.backend.write_gate.open()
     small.run()
