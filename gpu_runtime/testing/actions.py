@@ -71,6 +71,7 @@ class ActionTests(RuntimeSuite):
             gone = of_type(driver.do(driver.drop(prompt.keys(2))), Dropped)
             equal((gone.n, located(prompt.keys())), (2, 2), "after dropping all from page 2")
             equal(of_type(driver.do(driver.drop(empty)), Dropped).n, 0, "nothing dropped")
+            rig.expect_free(l1=26)  # to look something up holds nothing
 
     def test_a_prefetch_ends_at_the_first_page_that_is_not_there(
         self, make_runtime: MakeRuntime

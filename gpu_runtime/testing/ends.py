@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from kvstrata.boundary import (
     Action,
@@ -56,6 +57,23 @@ class EndTests(RuntimeSuite):
             require(any(isinstance(e, Located) for e in events), "what came before is returned")
             require(batch in driver.done, "the batch")
             opener.join()
+
+    def test_poll_returns_when_only_control_can_make_room(self, make_runtime: MakeRuntime) -> None:
+        """Host pages that are control's: a load waits for them, and so would control."""
+        with self.bench(make_runtime, host_pages=8) as rig:
+            stored = rig.prompt(16)
+            rig.in_l3(stored)
+            mine = rig.in_l2(rig.prompt(20, 1))
+            load = rig.driver.prefetch(stored.keys(), Tier.L2)
+            rig.driver.apply(load)
+            start_s = time.monotonic()
+            rig.driver.poll(CLOSE_S, Wake.LOADS)
+            require(time.monotonic() - start_s < CLOSE_S / 2, "poll slept until its time limit")
+            assert rig.driver.status is not None
+            short = [c.waiting for c in rig.driver.status.capacity if c.tier is Tier.L2]
+            require(min(short) > 0, "the report does not say what is lacking")
+            rig.free(mine)
+            equal(of_type(rig.driver.wait_action(load.action_id), PrefetchReady).n_valid, 4, "n")
 
     def test_reports_say_what_is_free_and_what_moved(self, make_runtime: MakeRuntime) -> None:
         with self.bench(make_runtime, pages=20, host_pages=12) as rig:
