@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
 import torch
@@ -152,7 +153,8 @@ class CudaDevice(Device):
                 code = int(cudart.cudaHostRegister(address + done, nbytes, 0))
             if code:
                 self._unpin()
-                torch.cuda.synchronize(self.torch_device)
+                with suppress(RuntimeError):  # the next call of torch would report it again
+                    torch.zeros((), device=self.torch_device)
                 why = "memory is registered already" if code == _ALREADY_REGISTERED else "refused"
                 raise ConfigError(
                     f"cannot pin host memory: {done} of {total} bytes, then error {code} ({why})",
