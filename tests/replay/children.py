@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def serve() -> None:
     local = Path(__file__).resolve().parents[2] / "configs/local.toml"
     with contextlib.redirect_stderr(io.StringIO()):
         assert cli.main(["replay", "--config", str(local), "--json", "none/none.json"]) == 2
+    gc.collect()
+    gc.freeze()  # children share what they do not write to
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
@@ -81,6 +85,7 @@ class Os:
     `named`: without `O_TMPFILE`. `kill_at`: the process kills itself before (or, with "…ed", after)
     the `kill_on`-th call of that name; "half" is in the middle of a write.
     `room_bytes`: the disk is full when so much was written. `hang_on`: that write never returns.
+    `signals`: what the process gets after its n-th link, by n.
     """
 
     def __init__(
@@ -90,12 +95,15 @@ class Os:
         kill_on: int = 1,
         room_bytes: int = -1,
         hang_on: int = 0,
+        signals: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._named = named
         self._kill_at = kill_at
         self._left = kill_on
         self._room_bytes = room_bytes
         self._until_hang = hang_on
+        self._signals = dict(signals)
+        self._links = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -126,6 +134,9 @@ class Os:
         self._maybe_kill("link")
         os.link(*args, **options)
         self._maybe_kill("linked")
+        self._links += 1
+        if self._links in self._signals:
+            os.kill(os.getpid(), self._signals[self._links])
 
     def unlink(self, *args: Any, **options: Any) -> None:
         self._maybe_kill("unlink")

@@ -170,7 +170,8 @@ class Running:
             self.send(signal.SIGKILL)
         answer = self._server.ask({"wait": self.pid})
         os.close(self._fd)
-        out, err = ((self._folder / name).read_text() for name in ("out", "err"))
+        texts = [self._folder / name for name in ("out", "err")]
+        out, err = (path.read_text() if path.exists() else "" for path in texts)
         assert in_time, f"still running after {timeout_s} s\n{out}{err}"
         json_file = self._folder / "report.json"
         report = json.loads(json_file.read_bytes()) if json_file.exists() else {}

@@ -89,6 +89,8 @@ def test_disk_full(
     report = kvstrata.replay("replay-cache", dense, store, sets=sets, plant=plant).wait().ok()
     outcomes = report["storage"]["outcomes"]["store"]
     assert outcomes["stored"] > 50
+    if on_full == "drop":
+        assert outcomes["full"] > 0
     assert outcomes.get("full", 0) + report["control"].get("evicted_l3", 0) > 0, outcomes
     assert report["page_hits"] + report["duplicates_in_flight"] <= dense.hits()
     assert report["storage"]["used_bytes"] == store.disk_bytes()

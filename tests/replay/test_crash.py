@@ -55,15 +55,18 @@ def test_killed_at_any_time(
 ) -> None:
     """From outside, when so many frames are there: anywhere, also in the middle of the index."""
     draw = random.Random(seed)
-    goal = 0
+    killed = 0
     for _ in range(5):
         goal = len(store.frames()) + draw.randint(1, 80)
         running = kvstrata.replay("replay-cache", dense, store, sets=SETS)
         while len(store.frames()) < goal and not running.ends_within(0.001):
             pass
         running.send(signal.SIGKILL)
-        assert running.wait().code == -signal.SIGKILL
+        code = running.wait().code
+        assert code in (-signal.SIGKILL, 0), "it may have been faster"
+        killed += code != 0
         check_after_kill(store)
+    assert killed
     before = set(store.headers())
     report = kvstrata.replay("replay-cache", dense, store, sets=SETS).wait().ok()
     expected = hits_on(names_of(dense, "replay-cache", *SETS), before)
