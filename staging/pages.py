@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,8 @@ class PageTable:
         first = np.arange(total, dtype=np.int64) if order is None else order.astype(np.int64)
         self._free_stack = first[::-1].copy()
         self._free = total
+        self.on_free: Callable[[Pages], None] | None = None
+        """Hears of pages that became FREE: a test spoils them."""
 
     # ── taking and filling ───────────────────────────────────────────────────────────────────────
 
@@ -243,6 +245,8 @@ class PageTable:
             self._leaving.difference_update(gone.tolist())
         self._free_stack[self._free : self._free + len(gone)] = gone[::-1]
         self._free += len(gone)
+        if self.on_free is not None:
+            self.on_free(gone)
 
     def _move(self, pages: Pages, allowed: tuple[PageState, ...], to: PageState) -> None:
         self._expect(pages, allowed)

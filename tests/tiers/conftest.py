@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,6 +224,7 @@ def make_small() -> Iterator[MakeSmall]:
         backend_cap: float = 0.75,
         make_device: Callable[[Timeline], Device] = CpuDevice,
         runner: GatedRunner | None = None,
+        runtime_options: Mapping[str, Any] | None = None,
         **scheduler: Any,
     ) -> Small:
         components = (KV, INDEX) if two_pools else (KV,)
@@ -243,7 +244,9 @@ def make_small() -> Iterator[MakeSmall]:
             staging=StagingSettings(total_bytes=l2 * stride, backend_cap=backend_cap),
             mode=StagingMode(mode),
         )
-        runtime = LocalGPURuntime(settings, runner, worker, make_device=make_device)
+        runtime = LocalGPURuntime(
+            settings, runner, worker, make_device=make_device, **(runtime_options or {})
+        )
         cache = CacheControl(
             TreeCore(policy_class("eviction", "lru")(), 10**6),
             policy_class("write", "write_through")(),
