@@ -173,6 +173,23 @@ class EndTests(RuntimeSuite):
                 rig.driver.wait_status(lambda s: all(c.freeing == 0 for c in s.capacity))
                 rig.check()
 
+    def test_a_store_that_waits_its_turn_behind_a_slow_one_ends_at_its_deadline(
+        self, make_runtime: MakeRuntime
+    ) -> None:
+        with self.bench(make_runtime, host_pages=4, mode=StagingMode.BUFFER_ONLY) as rig:
+            slow, quick = rig.prompt(40), rig.prompt(8, 1)
+            sources = [rig.make_pages(p) for p in (slow, quick)]
+            rig.backend.writes.shut()
+            first = rig.driver.backup(slow.keys(), sources[0], Tier.L3)
+            second = rig.driver.backup(quick.keys(), sources[1], Tier.L3, deadline_s=SOON_S)
+            rig.driver.apply(first, second)
+            event = of_type(rig.driver.wait_action(second.action_id), BackedUp)
+            equal((event.n, event.cause), (0, "timeout"), "the second")
+            rig.free(sources[1])
+            require(first.action_id in rig.driver.open, "the first has time")
+            rig.backend.writes.open()
+            equal(of_type(rig.driver.wait_action(first.action_id), BackedUp).n, 10, "the first")
+
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
     def test_close_ends_everything(self, make_runtime: MakeRuntime) -> None:

@@ -1,4 +1,4 @@
-"""Faults below the boundary: copies that fail, late storage, pools that disagree, bugs."""
+"""Faults below the boundary: copies that fail, bugs in callbacks, what cannot be built."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvstrata.backends import BackendContext, ObjectId, StorageWorker, WorkerSettings
-from kvstrata.boundary import BatchPlan, Evicted, Restored, RowPlan, RowStatus
+from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings
+from kvstrata.boundary import BatchPlan, Restored, RowPlan, RowStatus
 from kvstrata.errors import ConfigError, IntegrityError, StorageUnavailableError
 from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime, RuntimeSettings
 from kvstrata.gpu_runtime.core import RuntimeCore
-from kvstrata.gpu_runtime.storage_events import MAX_NAMESPACES
 from kvstrata.gpu_runtime.testing import Driver, FaultyBackend, GatedRunner, Prompt, Rig
-from kvstrata.handles import StagingMode, Tier, page_count, slice_extents
-from kvstrata.staging import PageState, StagingSettings
-from kvstrata.tiers.namespace import component_fingerprint
+from kvstrata.handles import Tier, slice_extents
+from kvstrata.staging import StagingSettings
 
 Bench = Callable[..., Rig]
 SOON_S = 0.05
@@ -137,157 +134,6 @@ def test_failed_copies_of_actions_are_told(bench: Bench, monkeypatch: pytest.Mon
         rig.free(pages)
         rig.expect_free()
     assert rig.fetch(prompt, Tier.L1).n_valid == 4, "afterwards all works"
-
-
-# ── storage that is late ─────────────────────────────────────────────────────────────────────────
-
-
-def test_a_late_read_writes_into_nobodys_page(bench: Bench) -> None:
-    """B057, B062: all other staging is taken and filled with a pattern while a read hangs."""
-    rig = bench(host_pages=8)
-    prompt = rig.prompt(16)
-    rig.in_l3(prompt)
-    staging, core = core_of(rig).staging, core_of(rig)
-    rig.backend.reads.shut()
-    assert rig.fetch(prompt, Tier.L2, deadline_s=SOON_S).cause == "timeout"
-    rig.backend.reads.wait_for_one()
-    table = staging.tables["kv"]
-    assert table.counts()["quarantined"] == 4
-    late = np.flatnonzero(table._state == PageState.QUARANTINED)
-    with core.lock:
-        others = table.reserve(table.free)
-        for page in others.tolist():
-            staging.payload("kv", page)[:] = b"\x5a" * staging.page_bytes["kv"]
-    assert not set(others.tolist()) & set(late.tolist())
-    assert table.free == 0
-    rig.backend.reads.open()
-    rig.driver.wait_status(lambda s: all(c.freeing == 0 for c in s.capacity))
-    with core.lock:
-        assert table.free == 4
-        for page in others.tolist():
-            assert bytes(staging.payload("kv", page)) == b"\x5a" * staging.page_bytes["kv"]
-        table.release(others)
-    rig.expect_free()
-    assert staging.lent("bench") == 0
-
-
-def test_a_late_write_reads_what_it_was_given(bench: Bench) -> None:
-    """The window's pages stay away from others until a slow store has read them."""
-    rig = bench(host_pages=8, mode=StagingMode.BUFFER_ONLY)
-    prompt = rig.prompt(8)
-    pages = rig.make_pages(prompt)
-    rig.backend.writes.shut()
-    event = rig.driver.do(rig.driver.backup(prompt.keys(), pages, Tier.L3, deadline_s=SOON_S))
-    assert getattr(event, "cause", "") == "timeout"
-    rig.free(pages)
-    for i in range(1, 6):  # L1 and the window are used again and again
-        rig.free(rig.make_pages(rig.prompt(8, i)))
-    assert core_of(rig).staging.tables["kv"].counts()["quarantined"] == 2
-    rig.backend.writes.open()
-    rig.driver.wait_status(lambda s: all(c.freeing == 0 for c in s.capacity))
-    ready = rig.fetch(prompt, Tier.L1)
-    if ready.n_valid:  # it did arrive, late: then with the right bytes
-        rig.verify(prompt, ready.extents)
-        rig.free(ready.extents)
-    rig.expect_free()
-
-
-def test_a_prefetch_keeps_what_came_before_its_deadline(bench: Bench) -> None:
-    """Two storage calls: the first in time, the second late. The first part counts."""
-    rig = bench(pages=40, host_pages=24)
-    prompt = rig.prompt(64)
-    rig.in_l3(prompt)
-    calls: list[int] = []
-    whole = rig.backend.reads.pass_through
-
-    def second_waits() -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            rig.backend.reads.shut()
-        whole()
-
-    rig.backend.reads.pass_through = second_waits  # type: ignore[method-assign]
-    ready = rig.fetch(prompt, Tier.L2, deadline_s=4 * SOON_S)
-    assert (ready.n_valid, ready.cause) == (8, "timeout")
-    rig.backend.reads.open()
-    rig.driver.wait_status(lambda s: all(c.freeing == 0 for c in s.capacity))
-    rig.expect_free(l2=16)
-    restored = rig.driver.do(rig.driver.restore(ready.extents))
-    assert isinstance(restored, Restored)
-    rig.verify(prompt, restored.extents)
-
-
-# ── two pools that disagree: B101 ────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("target", [Tier.L1, Tier.L2])
-@pytest.mark.parametrize("pool", ["kv", "index"])
-@pytest.mark.parametrize("page", [0, 5, 9])
-def test_what_is_published_is_what_every_pool_has(
-    bench: Bench, target: Tier, pool: str, page: int
-) -> None:
-    """One component fails at page k: k pages are READY, in both pools, and all bytes are right."""
-    rig = bench(two_pools=True, pages=40, host_pages=24)
-    prompt = rig.prompt(48)
-    rig.in_l3(prompt)
-    keys = prompt.keys()
-    name = ObjectId(component_fingerprint(keys.namespace, pool), keys.key(page))
-    rig.backend.lose = {name}
-    ready = rig.fetch(prompt, target)
-    assert (ready.n_valid, ready.cause) == (page, "missing")
-    assert page_count(ready.extents) == page
-    if page == 0:
-        rig.expect_free()
-        return
-    assert {e.pool for e in ready.extents} == {"kv", "index"}
-    pages = ready.extents
-    if target is Tier.L2:
-        restored = rig.driver.do(rig.driver.restore(pages))
-        assert isinstance(restored, Restored)
-        rig.free(pages)
-        pages = restored.extents
-    rig.verify(prompt, pages)
-    rig.free(pages)
-    rig.expect_free()
-
-
-@pytest.mark.parametrize("pool", ["kv", "index"])
-def test_what_is_stored_is_what_every_pool_stored(bench: Bench, pool: str) -> None:
-    rig = bench(two_pools=True, pages=40)
-    prompt = rig.prompt(48)
-    pages = rig.make_pages(prompt)
-    name = component_fingerprint(prompt.namespace, pool)
-    rig.backend.refuse = {ObjectId(name, prompt.keys().key(7))}
-    event = rig.store(prompt, pages)
-    assert (event.n, event.cause) == (7, "access")
-    located = rig.driver.do(rig.driver.lookup(prompt.keys()))
-    assert getattr(located, "n", None) == 7, "the least of the components"
-
-
-def test_a_page_that_lost_one_component_is_told_as_evicted_once(bench: Bench) -> None:
-    rig = bench(two_pools=True)
-    prompt = rig.prompt(8)
-    rig.in_l3(prompt)
-    keys = prompt.keys()
-    objects = [
-        ObjectId(component_fingerprint(keys.namespace, pool), keys.key(i))
-        for pool in ("kv", "index")
-        for i in range(2)
-    ]
-    foreign = ObjectId(bytes(32), keys.key(0))
-    assert rig.worker is not None
-    assert rig.worker.on_evicted is not None
-    rig.worker.on_evicted([*objects[:2], objects[2], foreign])
-    rig.driver.poll()
-    (event,) = [e for e in rig.driver.unasked if isinstance(e, Evicted)]
-    assert (event.namespace, event.keys) == (keys.namespace, keys.keys)
-
-
-def test_namespaces_are_remembered_up_to_a_bound(bench: Bench) -> None:
-    storage = core_of(bench()).storage
-    for i in range(MAX_NAMESPACES + 10):
-        storage.component_namespace(i.to_bytes(32, "big"), "kv")
-    assert len(storage._namespaces) == len(storage._base) == MAX_NAMESPACES
 
 
 # ── bugs are not swallowed ───────────────────────────────────────────────────────────────────────

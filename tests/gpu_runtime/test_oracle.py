@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,13 +13,14 @@ from kvstrata.gpu_runtime import (
     ComponentPool,
     ComponentSpec,
     ForwardContext,
+    ForwardResult,
     ForwardRow,
     LocalGPURuntime,
     OracleRunner,
     ReqToToken,
 )
 from kvstrata.gpu_runtime.testing import Prompt, Rig
-from kvstrata.handles import Extents, by_pool, page_count
+from kvstrata.handles import Extents, Tier, by_pool, page_count
 from kvstrata.staging.pages import pages_of_runs
 
 Bench = Callable[..., Rig]
@@ -203,6 +204,49 @@ def test_the_shared_page_of_a_cached_prompt_keeps_its_bytes(bench: Bench) -> Non
         assert torch.equal(data(rig, pool)[:, shared], bytes_[:, shared])
         new = pages_of(second.extents, pool)
         assert not set(new) & set(shared)
+
+
+def test_a_shared_page_is_never_written_whatever_the_runner_writes(bench: Bench) -> None:
+    """A runner that writes nonsense spoils its own pages only: the copy, and what it decodes."""
+    rig = bench(two_pools=True)
+    prompt = rig.prompt(8)
+    extents = rig.make_pages(prompt)
+    copies = rig.store(prompt, extents, Tier.L2).extents
+    whole = rig.runner.forward
+    written: list[dict[str, list[int]]] = []
+
+    def nonsense(rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
+        result = whole(rows, context)
+        for row in rows:
+            slots: dict[str, list[int]] = {}
+            for name, pool in context.pools.items():
+                found = context.req_to_token.slots(name, row.slot, row.start, row.start + row.count)
+                slots[name] = found.tolist()
+                tokens = pool.data.view(pool.spec.planes, -1, pool.spec.token_bytes)
+                tokens[:, found.to(torch.int64)] = 0xEE
+            written.append(slots)
+        return result
+
+    rig.runner.forward = nonsense  # type: ignore[method-assign]
+    for cached in ({"attach": extents}, {"restore": copies}):
+        batch, handle = rig.start(prompt, 6, **cached)
+        row = rig.only_row(batch)
+        batch, _ = rig.driver.run(BatchPlan(rows=(RowPlan(row=handle),), steps=5))
+        more = rig.only_row(batch)
+        rig.release(handle)
+        for pool in ("kv", "index"):
+            pages = {slot // SIZE for slots in written for slot in slots[pool]}
+            assert len(pages) == 3, "the copy, and two that are decoded"
+            assert not pages & set(pages_of(row.extents or extents, pool))
+        written.clear()
+        rig.free(more.extents)
+        if row.extents:
+            copied = row.extents
+    rig.runner.forward = whole  # type: ignore[method-assign]
+    assert rig.driver.mismatched == 2, "the two copies, in the batches that decoded"
+    rig.driver.mismatched = 0
+    assert mismatched(rig, prompt, extents) == 0
+    assert mismatched(rig, prompt, copied) == 0
 
 
 def test_keys_are_kept_from_step_to_step_and_dropped_with_the_request() -> None:
