@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -39,9 +40,10 @@ class LocalGPURuntime:
     """`RuntimeInterface` on a device of this process (see there for the contract).
 
     Makes and owns the device, the pools and staging; takes over `worker`, which it starts and
-    closes.
-    `stamp_source` and `page_order` let a test hand out hostile ids. Raises ConfigError for sizes
-    that cannot work and what the worker's backend raises; nothing is left running then.
+    closes. `runtime_id` is drawn if it is not given: what belongs to another runtime, or to one
+    that was closed, is stale. `stamp_source` and `page_order` let a test hand out hostile ids.
+    Raises ConfigError for sizes that cannot work and what the worker's backend raises; nothing is
+    left running then.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class LocalGPURuntime:
         worker: StorageWorker | None = None,
         *,
         make_device: Callable[[Timeline], Device] = CpuDevice,
-        runtime_id: int = 1,
+        runtime_id: int | None = None,
         stamp_source: Iterator[int] | None = None,
         page_order: Callable[[int], Pages] | None = None,
     ) -> None:
@@ -64,7 +66,7 @@ class LocalGPURuntime:
                 self._device,
                 self._timeline,
                 worker,
-                runtime_id=runtime_id,
+                runtime_id=secrets.randbits(63) if runtime_id is None else runtime_id,
                 stamp_source=stamp_source,
                 page_order=page_order,
             )

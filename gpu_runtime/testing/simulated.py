@@ -83,6 +83,8 @@ class SimBench:
     weather: str = ""
     """"calm"; "hurried": copies and storage are slow, and deadlines pass; "failing": copies and
     forward steps raise."""
+    runtime_id: int | None = None
+    """Drawn from the seed if None."""
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ class SimBench:
             self.runner,
             self.worker,
             make_device=lambda timeline: SimDevice(timeline, self.turns),
+            runtime_id=rng.getrandbits(63) if self.runtime_id is None else self.runtime_id,
             stamp_source=iter(lambda: rng.getrandbits(63), -1),
             page_order=lambda n: np.asarray(rng.sample(range(n), n), np.int64),
         )
@@ -236,12 +239,14 @@ class SimBench:
 
 
 @contextmanager
-def sim_bench(seed: int, mode: str = "", weather: str = "") -> Iterator[SimBench]:
+def sim_bench(
+    seed: int, mode: str = "", weather: str = "", runtime_id: int | None = None
+) -> Iterator[SimBench]:
     """A bench whose storage threads take turns as well; at the end every thread has ended."""
     turns = Turns(seed)
     with patch.object(worker, "threading", Threads(turns)):
         try:
-            bench = SimBench(seed, turns, mode, weather)
+            bench = SimBench(seed, turns, mode, weather, runtime_id)
             yield bench
             bench.runtime.close(CLOSE_S)
         finally:

@@ -78,6 +78,13 @@ class Scheduled:
         )
 
     def go(self, requests: int = 12) -> None:
+        self.run(requests)
+        self.bench.check_rest()
+        self._check_outputs()
+        self._check_tree()
+
+    def run(self, requests: int = 0) -> None:
+        """Submit so many more requests, and go on until all have ended."""
         bench, rng, scheduler = self.bench, self.bench.rng, self.scheduler
         left = requests
         while left or not scheduler.idle:
@@ -87,7 +94,7 @@ class Scheduled:
             if rng.random() < self.abort_rate:
                 self._abort()
             if rng.random() < self.evict_rate:
-                self._evict(rng.choice([Tier.L1, Tier.L2]), rng.randrange(1, 9))
+                self.evict(rng.choice([Tier.L1, Tier.L2]), rng.randrange(1, 9))
             for result in scheduler.step(0.0):
                 self.results[result.request_id] = result
             bench.go_on()
@@ -96,32 +103,34 @@ class Scheduled:
                 scheduler.check_integrity()
             assert scheduler.counters["pages_mismatched"] == 0, "a row read wrong bytes"
             assert bench.turns.taken < MOST_TURNS, f"stuck: {scheduler.describe()}"
-        bench.check_rest()
-        self._check_outputs()
-        self._check_tree()
 
     def _submit(self) -> None:
         rng = self.bench.rng
         prompt = self.bench.draw_prompt()
         if self.prompts and rng.random() < 0.4:
             prompt, _ = rng.choice(list(self.prompts.values()))
-        new = rng.randrange(1, 8)
+        self.submit(prompt, rng.randrange(1, 8))
+
+    def submit(self, prompt: list[int], new: int) -> int:
         data = np.asarray(prompt, np.int32).tobytes()
         request_id = self.scheduler.submit(data, NAMESPACE, max_new_tokens=new)
         self.prompts[request_id] = (prompt, new)
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        self.scheduler.abort(request_id)
+        self.aborted.add(request_id)
 
     def _abort(self) -> None:
         """Abort a request; sometimes give all pages up at once that nobody else has locked."""
         alive = [i for i in self.prompts if i not in self.results]
         if alive:
-            victim = self.bench.rng.choice(alive)
-            self.scheduler.abort(victim)
-            self.aborted.add(victim)
+            self.abort(self.bench.rng.choice(alive))
             if self.bench.rng.random() < 0.5:
                 for tier in (Tier.L1, Tier.L2):
-                    self._evict(tier, 99)
+                    self.evict(tier, 99)
 
-    def _evict(self, tier: Tier, pages: int) -> None:
+    def evict(self, tier: Tier, pages: int) -> None:
         gone = self.cache.tree.evict(tier, pages)
         self.cache.outbox += [self.cache.free(extents) for _, extents in gone]
 
@@ -246,6 +255,11 @@ def close_after() -> Callable[[int, int], None]:
             assert not wild.driver.mismatched
 
     return close
+
+
+@pytest.fixture
+def scheduled() -> type[Scheduled]:
+    return Scheduled
 
 
 @pytest.fixture
