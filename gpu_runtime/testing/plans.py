@@ -80,6 +80,17 @@ class PlanTests(RuntimeSuite):
             equal(row.finished, True, "a stop token ends a request")
             equal(sampled(rig.driver.wait_batch(batch)), tokens[1:5], "tokens up to the stop")
 
+    def test_a_decode_takes_pages_for_what_it_can_make_only(
+        self, make_runtime: MakeRuntime
+    ) -> None:
+        """However many steps the batch has for others."""
+        with self.bench(make_runtime, pages=3) as rig:
+            batch, handle = rig.start(rig.prompt(8), 4)
+            rig.only_row(batch)
+            batch, _ = rig.driver.run(BatchPlan(rows=(RowPlan(row=handle),), steps=64))
+            row = rig.only_row(batch)
+            equal((row.status, row.finished, len(row.sampled)), (RowStatus.OK, True, 12), "end")
+
     def test_many_rows_share_a_batch(self, make_runtime: MakeRuntime) -> None:
         with self.bench(make_runtime) as rig:
             prompts = [rig.prompt(5 + i, i) for i in range(4)]

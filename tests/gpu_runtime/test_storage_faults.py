@@ -168,17 +168,19 @@ def test_a_prefetch_that_is_cancelled_goes_no_further(bench: Bench) -> None:
 def test_a_load_gets_what_a_store_from_l2_leaves(bench: Bench) -> None:
     """Control has freed the pages; they become free when the last of them was stored."""
     rig = bench(host_pages=8)
-    stored, held = rig.prompt(20), rig.prompt(20, 1)
+    stored, held, other = rig.prompt(24), rig.prompt(20, 1), rig.prompt(4, 2)
     rig.in_l3(stored)
+    rig.in_l3(other)
     pages = rig.in_l2(held)
+    assert rig.fetch(other, Tier.L2).n_valid == 1
     rig.backend.writes.shut()
     store = rig.driver.backup(held.keys(), pages, Tier.L3)
-    load = rig.driver.prefetch(stored.keys(), Tier.L2, deadline_s=20.0)
+    load = rig.driver.prefetch(stored.keys(), Tier.L2, deadline_s=20.0)  # needs all the rest
     rig.driver.apply(store, rig.driver.free(pages), load)
     rig.backend.writes.open()
     ready = rig.driver.wait_action(load.action_id)
     assert isinstance(ready, PrefetchReady)
-    assert ready.n_valid == 5
+    assert ready.n_valid == 6
 
 
 # ── two pools that disagree: B101 ────────────────────────────────────────────────────────────────
