@@ -215,6 +215,7 @@ class ActionTests(RuntimeSuite):
             rig.in_l3(stored)
             pages = rig.make_pages(rig.prompt(36, 1))
             rig.backend.writes.shut()
+            rig.backend.reads.shut()
             backups = [
                 rig.driver.backup(rig.prompt(36, 1).keys(a, a + 3), part, Tier.L3)
                 for a in (0, 3, 6)
@@ -223,6 +224,8 @@ class ActionTests(RuntimeSuite):
             prefetch = rig.driver.prefetch(stored.keys(), Tier.L1)
             rig.driver.apply(*backups, rig.driver.free(pages), prefetch)
             rig.backend.writes.open()
+            rig.backend.reads.wait_for_one()  # it goes on although control does not poll
+            rig.backend.reads.open()
             rig.driver.wait_idle()
             event = rig.driver.ended[prefetch.action_id]
             equal(getattr(event, "n_valid", None), 6, "pages that came when there was room")

@@ -198,10 +198,12 @@ class EndTests(RuntimeSuite):
             driver, stored = rig.driver, rig.prompt(16)
             rig.in_l3(stored)
             pages = [rig.make_pages(rig.prompt(8, i)) for i in range(1, 5)]
+            in_use = rig.make_pages(rig.prompt(9, 8))
             for gate in (rig.backend.reads, rig.backend.writes, rig.backend.asks):
                 gate.shut()
             pause = rig.runner.pause()
-            batches = [rig.start(rig.prompt(5, 9))[0], rig.start(rig.prompt(5, 10))[0]]
+            used = rig.prompt(9, 8)
+            batches = [rig.start(used, attach=in_use)[0], rig.start(rig.prompt(5, 10))[0]]
             pause.wait_for_one()
             driver.prepare(BatchPlan(open=(stored.open(),), rows=(RowPlan(row=0, count=16),)))
             driver.apply(driver.prefetch(stored.keys(), Tier.L1))
@@ -217,7 +219,7 @@ class EndTests(RuntimeSuite):
                 driver.free(pages[0]),
                 driver.drop(stored.keys()),
             ]
-            driver.apply(*loads, *rest)
+            driver.apply(*loads, *rest, driver.free(in_use))
             rig.runtime.close(4 * SOON_S)
             events = driver.poll(0)
             require(not driver.open, f"without an end: {driver.open}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kvstrata.boundary import BatchPlan, RowPlan, RowStatus
-from kvstrata.gpu_runtime.testing.driver import equal, require
+from kvstrata.errors import StaleHandleError
+from kvstrata.gpu_runtime.testing.driver import equal, raises, require
 from kvstrata.gpu_runtime.testing.rig import MakeRuntime, Rig, RuntimeSuite, sampled
 from kvstrata.handles import Tier, page_count
 
@@ -48,6 +49,9 @@ class RunningTests(RuntimeSuite):
             gate.wait_for_one()
             second, _ = rig.driver.run(BatchPlan(rows=(RowPlan(row=handle),), steps=4))
             rig.release(handle)
+            raises(StaleHandleError, lambda: rig.release(handle), "released twice")
+            decode = BatchPlan(rows=(RowPlan(row=handle),))
+            raises(StaleHandleError, lambda: rig.driver.prepare(decode), "a row of its own")
             _, free, freeing = rig.driver.pages(Tier.L1)
             require(free + freeing < 32, "pages are free that a batch still writes")
             gate.open()

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings
-from kvstrata.boundary import BatchPlan, Restored, RowPlan, RowStatus
+from kvstrata.boundary import BatchPlan, Restored, RowPlan, RowStatus, StatusReport
 from kvstrata.errors import ConfigError, IntegrityError, StorageUnavailableError
 from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime, RuntimeSettings
 from kvstrata.gpu_runtime.core import RuntimeCore
-from kvstrata.gpu_runtime.testing import Driver, FaultyBackend, GatedRunner, Prompt, Rig
-from kvstrata.handles import Tier, slice_extents
+from kvstrata.gpu_runtime.cpu import CpuStream
+from kvstrata.gpu_runtime.testing import Driver, FaultyBackend, Gate, GatedRunner, Prompt, Rig
+from kvstrata.handles import StagingMode, Tier, slice_extents
 from kvstrata.staging import StagingSettings
 
 Bench = Callable[..., Rig]
@@ -169,6 +170,63 @@ def test_what_a_callback_raises_reaches_control(
     monkeypatch.undo()
     runtime.close(10.0)
     assert not traces()[0]
+
+
+# ── close, with the worst timing ────────────────────────────────────────────────────────────────
+
+
+def test_what_comes_back_after_close_harms_nobody() -> None:
+    """A store hangs, control has freed its pages, the runtime is closed: then the store returns."""
+    runtime, backend = plain_runtime(pages=16)
+    driver = Driver(runtime)
+    prompt = Prompt.random(8, 4, seed=0)
+    batch, _ = driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=8),)))
+    pages = driver.wait_batch(batch).rows[0].extents
+    copies = driver.do(driver.backup(prompt.keys(), pages, Tier.L2)).extents  # type: ignore[union-attr]
+    backend.writes.shut()
+    store = driver.backup(prompt.keys(), copies, Tier.L3)
+    driver.apply(store, driver.free(copies))
+    backend.writes.wait_for_one()
+    runtime.close(0.1)
+    driver.poll()
+    assert not driver.open
+    backend.writes.open()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvstrata-"):
+            thread.join(20.0)
+    runtime.check_integrity()
+    assert [type(event) for event in runtime.poll(0)] == [StatusReport]
+
+
+def test_nothing_is_started_while_it_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy ends when its stream takes no more work: the next part must not be copied."""
+    runtime, _ = plain_runtime(
+        pages=16, staging=StagingSettings(8 * 4096), mode=StagingMode.BUFFER_ONLY
+    )  # chunks of 2
+    driver, stream = Driver(runtime), runtime.core.device.d2h
+    prompt = Prompt.random(16, 4, seed=0)
+    batch, _ = driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=16),)))
+    pages = driver.wait_batch(batch).rows[0].extents
+    gate = Gate(shut=True)
+    stream.enqueue(gate.pass_through)
+    gate.wait_for_one()
+    stores = [driver.backup(prompt.keys(), pages, Tier.L3) for _ in range(2)]
+    driver.apply(*stores)
+    whole = stream.close  # type: ignore[attr-defined]
+
+    def close(deadline_s: float) -> bool:
+        assert isinstance(stream, CpuStream)
+        with stream._wake:
+            stream._closing = True
+        gate.open()
+        return bool(whole(deadline_s))
+
+    monkeypatch.setattr(stream, "close", close)
+    runtime.close(10.0)
+    driver.poll()
+    assert not driver.open
+    assert runtime.core.fault is None
+    assert runtime.core.device.fault is None
 
 
 # ── a runtime that cannot be built leaves nothing behind ─────────────────────────────────────────
