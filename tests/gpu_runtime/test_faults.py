@@ -13,7 +13,7 @@ import pytest
 from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings
 from kvstrata.boundary import BatchPlan, Restored, RowPlan, RowStatus, StatusReport
 from kvstrata.errors import ConfigError, IntegrityError, StorageUnavailableError
-from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime, RuntimeSettings
+from kvstrata.gpu_runtime import ComponentSpec, CpuDevice, LocalGPURuntime, RuntimeSettings
 from kvstrata.gpu_runtime.core import RuntimeCore
 from kvstrata.gpu_runtime.cpu import CpuStream
 from kvstrata.gpu_runtime.testing import Driver, FaultyBackend, Gate, GatedRunner, Prompt, Rig
@@ -263,6 +263,34 @@ def test_a_backend_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(StorageUnavailableError):
         plain_runtime()
     assert traces() == before
+
+
+def test_a_device_that_refuses_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces()
+
+    def refuse(device: CpuDevice, address: int, chunk_bytes: object) -> None:
+        raise ConfigError("chunk 1 of 2 was refused", remedy="use less")
+
+    monkeypatch.setattr(CpuDevice, "pin", refuse)
+    with pytest.raises(ConfigError, match="was refused"):
+        plain_runtime()
+    assert traces() == before
+
+
+def test_device_work_that_raises_breaks_the_runtime_loudly() -> None:
+    """Nothing behind it completes; control is told instead of waiting for ever."""
+    runtime, _ = plain_runtime()
+    driver, prompt = Driver(runtime), Prompt.random(8, 4, seed=0)
+
+    def broken() -> None:
+        raise MemoryError("a fault of the test")
+
+    runtime.core.device.compute.enqueue(broken)
+    driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=8),)))
+    with pytest.raises(IntegrityError, match="a fault of the test"):
+        driver.wait_idle()
+    runtime.close(10.0)
+    assert not traces()[0]
 
 
 def test_runtimes_come_and_go_without_a_trace() -> None:
