@@ -23,8 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvstrata.backends.filesystem import FilesystemBackend
 from kvstrata.handles import Tier
+from kvstrata.staging.pages import PageState
 from kvstrata.tools import cli, replay
 from kvstrata.tools.engine import Engine
 
@@ -184,7 +187,7 @@ def plant_says_that_it_opens() -> None:
 
 
 def plant_flip(tier: str, after: int) -> None:
-    """When `after` requests have ended, flip a bit in the pages of L1 or of staging."""
+    """When `after` requests have ended, flip a bit in the pages of L1 or of L2."""
     opened = replay.open_engine
 
     def open_engine(*args: Any, **options: Any) -> Engine:
@@ -205,14 +208,22 @@ def plant_flip(tier: str, after: int) -> None:
 
 
 def flip(engine: Engine, tier: Tier) -> None:
-    """Flip a bit in the first byte of every page, used or not."""
+    """Flip a bit in the first byte of every page that nobody is moving.
+
+    Pages that a store is reading are left alone: a bit that flips behind the checksum makes a frame
+    corrupt, which is a miss later, and not what is looked for here.
+    """
     core = engine.runtime.core
+    assert core.worker is not None
+    assert core.worker.flush(20), "stores do not end"
     with core.lock:
         for name, pool in core.pools.items():
+            table = core.table(tier, name)
+            pages = np.flatnonzero(table._state == PageState.READY)
             if tier is Tier.L1:
-                pool.data[0, :, 0] ^= 1
+                pool.data[0, pages, 0] ^= 1
             else:
-                core.staging.array(name)[:, 0] ^= 1
+                core.staging.array(name)[pages, 0] ^= 1
 
 
 if __name__ == "__main__":
