@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
+from kvstrata.backends.abilities import Finding
 from kvstrata.backends.base import (
     BackendContext,
     Health,
@@ -21,6 +22,7 @@ from kvstrata.backends.base import (
     Usage,
     WriteRequest,
 )
+from kvstrata.backends.filesystem.audit import audit
 from kvstrata.backends.filesystem.booking import Limits, NewPage, Reservation
 from kvstrata.backends.filesystem.database import Database
 from kvstrata.backends.filesystem.files import FrameFiles, object_path
@@ -54,6 +56,7 @@ _MAX_ROOT_BYTES = 460
 """SQLite takes no path of more than 512."""
 _EXTRA = 4
 """When the disk is full, so many times what did not fit is evicted: the index needs some too."""
+_AUDIT_WAIT_S = 600.0
 _TRIM_BYTES = 16 << 20
 """About so much is evicted in one transaction when a root is far over its limit."""
 
@@ -154,9 +157,40 @@ class FilesystemBackend(StorageBackend):
         return [files.exists(name) for name in objects]
 
     def read(self, requests: Sequence[ReadRequest]) -> list[PageResult]:
-        files, results = self.files, []
         touched: list[ObjectId] = []
         vanished: list[ObjectId] = []
+        results = self._read(requests, touched, vanished)
+        try:
+            self.index.touch(touched, vanished)
+        except KvstrataError as error:  # what was read is good all the same
+            logger.warning("the index of %s is not up to date: %s", self.files.root, error)
+        return results
+
+    def peek(self, requests: Sequence[ReadRequest]) -> list[PageResult]:
+        return self._read(requests, [], [])
+
+    def persist(self, objects: Sequence[ObjectId]) -> list[bool]:
+        try:
+            return self.files.persist(objects)
+        except OSError as error:
+            raise storage_error(error, self.files.root) from error
+
+    def audit(self) -> Iterator[Finding]:
+        if self._reconciler is None:
+            raise ClosedError("the backend is not open")
+        if not self.wait_for_scan(_AUDIT_WAIT_S):
+            yield Finding(
+                "index", "index", "the scan of the frames has not ended", "look again later"
+            )
+        yield from audit(self.files, self.index, self._reconciler.mended)
+
+    def _read(
+        self,
+        requests: Sequence[ReadRequest],
+        touched: list[ObjectId],
+        vanished: list[ObjectId],
+    ) -> list[PageResult]:
+        files, results = self.files, []
         for request in requests:
             name = request.object
             try:
@@ -169,10 +203,6 @@ class FilesystemBackend(StorageBackend):
             else:
                 touched.append(name)
                 results.append(PageResult(Outcome.LOADED, nbytes))
-        try:
-            self.index.touch(touched, vanished)
-        except KvstrataError as error:  # what was read is good all the same
-            logger.warning("the index of %s is not up to date: %s", files.root, error)
         return results
 
     def write(self, requests: Sequence[WriteRequest]) -> list[PageResult]:

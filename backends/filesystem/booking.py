@@ -279,14 +279,17 @@ def enter(ledger: Ledger, entries: Sequence[Entry], used: Iterable[int]) -> None
         ledger.appear(row, entry.cost, max(row.used, stamp) if row.present else stamp)
 
 
-def drop_vanished(ledger: Ledger, files: FrameStore, names: Sequence[ObjectId]) -> None:
-    """Frames that are not on disk any more lose their rows."""
+def drop_vanished(ledger: Ledger, files: FrameStore, names: Sequence[ObjectId]) -> int:
+    """Frames that are not on disk any more lose their rows; how many did."""
+    dropped = 0
     if names:
         ledger.removals += 1
         for name, row_name in zip(names, rows_of(ledger, names), strict=True):
             row = ledger.find(row_name)
             if row is not None and row.present and not files.exists(name):
                 ledger.vanish(row)
+                dropped += 1
+    return dropped
 
 
 def announced(ledger: Ledger) -> set[ObjectId]:

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.backends.base import Buffer, ObjectId
@@ -114,8 +114,27 @@ class FrameFiles:
 
     def sync_names(self, names: Iterable[ObjectId]) -> None:
         """With durability "full": the names of published frames are on the device."""
-        if self._durability != "full":
-            return
+        if self._durability == "full":
+            self._sync_folders(names)
+
+    def persist(self, names: Sequence[ObjectId]) -> list[bool]:
+        """Frames that are there already, and their names, are on the device; True where one is."""
+        found = []
+        for name in names:
+            try:
+                fd = self._sys.open(object_path(name), _READ, dir_fd=self.root_fd)
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(False)
+                continue
+            try:
+                self._sys.fsync(fd)
+            finally:
+                self._sys.close(fd)
+            found.append(True)
+        self._sync_folders(name for name, is_there in zip(names, found, strict=True) if is_there)
+        return found
+
+    def _sync_folders(self, names: Iterable[ObjectId]) -> None:
         folders = {os.path.dirname(object_path(name)) for name in names}
         folders |= {os.path.dirname(folder) for folder in folders} | {OBJECTS}
         for folder in sorted(folders, reverse=True):
@@ -184,7 +203,36 @@ class FrameFiles:
                 if stat.S_ISREG(found.st_mode):
                     yield FoundFile(bytes.fromhex(name), found.st_size, found.st_mtime_ns // 1000)
 
+    def strays(self) -> Iterator[tuple[str, str]]:
+        """What no scan counts as a frame: path below the root, and why. Others may be removing or
+        adding it."""
+        for name in self._list(OBJECTS):
+            path = f"{OBJECTS}/{name}"
+            if not (_is_hex(name, _NAME_DIGITS) and self._is_kind(path, stat.S_ISDIR)):
+                yield path, "not the folder of a namespace"
+                continue
+            for shard in self._list(path):
+                folder = f"{path}/{shard}"
+                if not (_is_hex(shard, 2) and self._is_kind(folder, stat.S_ISDIR)):
+                    yield folder, "not a folder of frames"
+                    continue
+                for key in self._list(folder):
+                    file = f"{folder}/{key}"
+                    if not _is_hex(key, _NAME_DIGITS):
+                        yield file, "not the name of a frame"
+                    elif not key.startswith(shard):
+                        yield file, "a frame's name in the wrong folder"
+                    elif not self._is_kind(file, stat.S_ISREG):
+                        yield file, "not a regular file"
+
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _is_kind(self, path: str, kind: Callable[[int], bool]) -> bool:
+        """Also of what has just gone."""
+        try:
+            return kind(os.stat(path, dir_fd=self.root_fd, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return True
 
     def _publish(self, path: str, buffers: Sequence[Buffer]) -> Outcome:
         sys, scratch = self._sys, ""

@@ -53,6 +53,15 @@ class FoundFrame(NamedTuple):
     modified_us: int
 
 
+class Mended(NamedTuple):
+    """What the index and the disk disagreed about."""
+
+    entered: int
+    """Frames without a row, or with a wrong cost in it."""
+    dropped: int
+    """Rows without a file."""
+
+
 class IndexRow(NamedTuple):
     """What the index believes of a frame that is there."""
 
@@ -260,14 +269,14 @@ class StoreIndex:
 
         return self._run(work)
 
-    def reconcile(self, found: Sequence[FoundFrame], vanished: Sequence[ObjectId]) -> None:
+    def reconcile(self, found: Sequence[FoundFrame], vanished: Sequence[ObjectId]) -> Mended:
         """Believe the disk: frames that have no row, or a wrong cost, and rows without a file.
 
         Each is looked at again: all that this program does to files happens in transactions, or
         is announced in `batches`.
         """
 
-        def work(ledger: Ledger) -> None:
+        def work(ledger: Ledger) -> Mended:
             coming = booking.announced(ledger) if found else set()
             there = [
                 frame
@@ -276,9 +285,25 @@ class StoreIndex:
             ]
             entries = [Entry.of(frame.page) for frame in there]
             booking.enter(ledger, entries, [frame.modified_us for frame in there])
-            booking.drop_vanished(ledger, self._files, vanished)
+            return Mended(len(there), booking.drop_vanished(ledger, self._files, vanished))
 
-        self._run(work)
+        return self._run(work)
+
+    def unknown(self, names: Sequence[ObjectId]) -> list[ObjectId]:
+        """Those that are on disk, have no row, and are not just being written."""
+
+        def work(ledger: Ledger) -> list[ObjectId]:
+            coming = booking.announced(ledger)
+            rows = [ledger.find(row_name) for row_name in booking.rows_of(ledger, names)]
+            return [
+                name
+                for name, row in zip(names, rows, strict=True)
+                if not (row is not None and row.present)
+                and name not in coming
+                and self._files.exists(name)
+            ]
+
+        return self._run(work)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless sums, counts and links of the whole index agree."""

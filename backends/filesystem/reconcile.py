@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvstrata.backends.base import ObjectId
 from kvstrata.backends.filesystem.booking import NewPage
 from kvstrata.backends.filesystem.files import FoundFile, FrameFiles
-from kvstrata.backends.filesystem.index import FoundFrame, StoreIndex
+from kvstrata.backends.filesystem.index import FoundFrame, Mended, StoreIndex
 from kvstrata.backends.filesystem.oserrors import storage_error
 from kvstrata.backends.filesystem.owners import try_lock
 from kvstrata.backends.frame import HEADER_BYTES, parse_header
@@ -45,6 +45,8 @@ class Reconciler:
         self._wanted = False
         self._busy = False
         self._stop = threading.Event()
+        self.mended = Mended(0, 0)
+        """Of all scans together. Written by the scanning thread."""
         self._thread = threading.Thread(target=self._serve, name="kvstrata-scan", daemon=True)
 
     def start(self) -> None:
@@ -154,7 +156,9 @@ class Reconciler:
                 found.append(self._describe(ObjectId(namespace, file.key), file, cost))
         vanished = [ObjectId(namespace, key) for key in rows]
         for at in range(0, max(len(found), len(vanished)), _CHUNK):
-            self._index.reconcile(found[at : at + _CHUNK], vanished[at : at + _CHUNK])
+            part = self._index.reconcile(found[at : at + _CHUNK], vanished[at : at + _CHUNK])
+            entered, dropped = self.mended
+            self.mended = Mended(entered + part.entered, dropped + part.dropped)
 
     def _describe(self, name: ObjectId, file: FoundFile, cost: int) -> FoundFrame:
         """What the frame says of itself. One that cannot be read is entered as a chain of its own:
