@@ -1,0 +1,255 @@
+"""What the two processes say to each other: one msgpack message each way, over a local socket.
+
+Payloads do not cross: a buffer is a region of shared memory, an offset and a length.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvstrata import errors
+from kvstrata.backends.base import Health, HealthState, ObjectId, PageResult, Usage
+from kvstrata.boundary import Outcome
+
+_HEAD = struct.Struct("<IB")
+"""Length of the message, number of descriptors that come with it."""
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_FDS = 8
+NAME_BYTES = 64
+
+CALL_REGION = -1
+"""In a `Part`: the memory whose descriptor came with the message."""
+
+Part = tuple[int, int, int]
+"""Index of a region, offset, number of bytes."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+class Open(Message, frozen=True, array_like=True, tag=True):
+    target: str
+    """`module:attribute` of the backend's class."""
+    options: Any
+    name: str
+    page_bytes: dict[str, int]
+    regions: tuple[tuple[int, int], ...]
+    """Descriptor (inherited) and size of each region."""
+    data_threads: int
+    reports_evictions: bool
+
+
+class Exists(Message, frozen=True, array_like=True, tag=True):
+    names: bytes
+
+
+class Delete(Message, frozen=True, array_like=True, tag=True):
+    names: bytes
+
+
+class ReadPage(msgspec.Struct, frozen=True, array_like=True):
+    name: bytes
+    parts: tuple[Part, ...]
+
+
+class WritePage(msgspec.Struct, frozen=True, array_like=True):
+    name: bytes
+    parent: bytes
+    """b"" for none."""
+    depth: int
+    parts: tuple[Part, ...]
+
+
+class Read(Message, frozen=True, array_like=True, tag=True):
+    pages: list[ReadPage]
+    call_bytes: int = 0
+    """Size of the call's own memory, if a descriptor comes with it."""
+
+
+class Write(Message, frozen=True, array_like=True, tag=True):
+    pages: list[WritePage]
+    call_bytes: int = 0
+
+
+class AskUsage(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class AskHealth(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Scan(Message, frozen=True, array_like=True, tag=True):
+    """Begin; the answer is the first `Objects`."""
+
+    namespace: bytes | None
+
+
+class ScanMore(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class ScanEnd(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Close(Message, frozen=True, array_like=True, tag=True):
+    deadline_s: float
+
+
+class Done(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Flags(Message, frozen=True, array_like=True, tag=True):
+    flags: list[bool]
+
+
+class Results(Message, frozen=True, array_like=True, tag=True):
+    pages: list[tuple[Outcome, int, str]]
+
+
+class UsageIs(Message, frozen=True, array_like=True, tag=True):
+    usage: Usage
+
+
+class HealthIs(Message, frozen=True, array_like=True, tag=True):
+    state: HealthState
+    message: str
+
+
+class Objects(Message, frozen=True, array_like=True, tag=True):
+    found: list[tuple[bytes, int, float]]
+    """Name, bytes, last use."""
+    is_last: bool
+
+
+class Evicted(Message, frozen=True, array_like=True, tag=True):
+    names: bytes
+
+
+class Failed(Message, frozen=True, array_like=True, tag=True):
+    kind: str
+    text: str
+    remedy: str = ""
+    key: str = ""
+
+
+Request = (
+    Open | Exists | Delete | Read | Write | AskUsage | AskHealth | Scan | ScanMore | ScanEnd | Close
+)
+Answer = Done | Flags | Results | UsageIs | HealthIs | Objects | Failed | Evicted
+
+_encoder = msgspec.msgpack.Encoder()
+requests = msgspec.msgpack.Decoder(Request)
+answers = msgspec.msgpack.Decoder(Answer)
+
+_M = TypeVar("_M")
+
+
+class Channel(msgspec.Struct):
+    """One end of a stream socket; one thread at a time sends, one receives."""
+
+    socket: socket.socket
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Raises OSError when the other end is gone."""
+        body = _encoder.encode(message)
+        head = _HEAD.pack(len(body), len(fds))
+        if fds:
+            socket.send_fds(self.socket, [head], list(fds))
+            self.socket.sendall(body)
+        else:
+            self.socket.sendall(head + body)
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[_M]) -> tuple[_M, list[int]]:
+        """The next message and its descriptors, which are the caller's. Raises EOFError or OSError
+        when the other end is gone, ValueError for what is no message."""
+        head, fds, _, _ = socket.recv_fds(self.socket, _HEAD.size, MAX_FDS)
+        while 0 < len(head) < _HEAD.size:
+            more = self.socket.recv(_HEAD.size - len(head))
+            head += more
+            if not more:
+                break
+        if len(head) < _HEAD.size:
+            raise EOFError
+        length, _ = _HEAD.unpack(head)
+        if length > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        body = bytearray(length)
+        view, got = memoryview(body), 0
+        while got < length:
+            n = self.socket.recv_into(view[got:])
+            if n == 0:
+                raise EOFError
+            got += n
+        return decoder.decode(body), fds
+
+    def shutdown(self) -> None:
+        """End whatever waits on it, in any thread."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def pack(name: ObjectId) -> bytes:
+    return name.namespace + name.key
+
+
+def unpack(name: bytes) -> ObjectId:
+    return ObjectId(name[:32], name[32:])
+
+
+def pack_all(names: Iterable[ObjectId]) -> bytes:
+    return b"".join([name.namespace + name.key for name in names])
+
+
+def unpack_all(names: bytes) -> list[ObjectId]:
+    return [unpack(names[i : i + NAME_BYTES]) for i in range(0, len(names), NAME_BYTES)]
+
+
+def pack_results(pages: Iterable[PageResult]) -> Results:
+    return Results([(page.outcome, page.nbytes, page.message) for page in pages])
+
+
+def unpack_results(message: Results) -> list[PageResult]:
+    return [PageResult(*page) for page in message.pages]
+
+
+def unpack_health(message: HealthIs) -> Health:
+    return Health(message.state, message.message)
+
+
+def pack_error(error: BaseException) -> Failed:
+    """An error of this package by its name; any other as a `StorageError` that names it."""
+    kind = type(error).__name__
+    if isinstance(error, errors.UserError):
+        return Failed(kind, error.message, error.remedy, error.where.key or "")
+    if isinstance(error, errors.KvstrataError):
+        return Failed(kind, str(error))
+    return Failed("StorageError", f"{kind}: {error}")
+
+
+def unpack_error(message: Failed) -> errors.KvstrataError:
+    kind = getattr(errors, message.kind, errors.StorageError)
+    if not (isinstance(kind, type) and issubclass(kind, errors.KvstrataError)):
+        kind = errors.StorageError
+    if issubclass(kind, errors.UserError):
+        where = errors.Where(key=message.key or None)
+        return kind(message.text, remedy=message.remedy, where=where)
+    if issubclass(kind, errors.CapacityError):
+        kind = errors.StorageError
+    return kind(message.text)
