@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import enum
 import gc
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -24,13 +22,13 @@ from kvstrata.errors import CapacityError, InputError, Where
 from kvstrata.gpu_runtime import OracleRunner
 from kvstrata.handles import Tier
 from kvstrata.tiers import RequestResult, RequestState
+from kvstrata.tools.cli_output import STDOUT, check_output, write_json
 from kvstrata.tools.engine import ABORT_DEADLINE_S, Engine, open_engine
 from kvstrata.tools.replay_control import Interruption, OnResult, interruptible, progress
 from kvstrata.tools.replay_report import ReplayReport, RunInfo, build_report, print_report
 from kvstrata.tools.trace import TraceRequest, read_trace, shipped_trace
 
 STEP_TIMEOUT_S = 0.5
-STDOUT = Path("-")
 MIN_OUTSTANDING = 64
 """Requests that are submitted ahead of the scheduler: enough to look ahead, bounded memory."""
 
@@ -191,7 +189,7 @@ def replay(
         overrides.append(f"pools.page_tokens={page_tokens}")
     settings = load_config(config, overrides)
     if json is not None:
-        _check_output(json)
+        check_output(json)
     console = Console(stderr=True)
     with interruptible() as stop, progress(console) as on_result:
         report = run_replay(
@@ -205,42 +203,10 @@ def replay(
         )
     print_report(report, console if json == STDOUT else Console())
     if json is not None:
-        _write_json(report, json)
+        write_json(report, json)
     if not report.run.complete:
         console.print("stopped early; L3 keeps what was stored", style="yellow")
     if report.pages_mismatched or report.failed_requests:
         raise typer.Exit(1)
     if stop.exit_code is not None:
         raise typer.Exit(stop.exit_code)
-
-
-def _check_output(path: Path) -> None:
-    """Raise InputError now and not after the replay."""
-    if path == STDOUT:
-        return
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise _no_output(path, "this is a directory")
-    if not folder.is_dir():
-        raise _no_output(path, f"there is no directory {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise _no_output(path, "permission denied")
-
-
-def _write_json(report: ReplayReport, path: Path) -> None:
-    data = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-    if path == STDOUT:
-        typer.echo(data, nl=False)
-        return
-    try:
-        path.write_bytes(data)
-    except OSError as exc:
-        raise _no_output(path, exc.strerror or str(exc)) from exc
-
-
-def _no_output(path: Path, reason: str) -> InputError:
-    return InputError(
-        f"the report cannot be written: {reason}",
-        remedy="give --json a file that you may write, or - for stdout",
-        where=Where(path),
-    )
