@@ -19,7 +19,7 @@ from kvstrata.errors import PlanError, StaleHandleError
 from kvstrata.gpu_runtime.base import ModelRunner
 from kvstrata.gpu_runtime.compute import Batch, Compute, Part
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
-from kvstrata.gpu_runtime.planning import CheckedRow, Planner
+from kvstrata.gpu_runtime.planning import CheckedRow, OldPages, Planner
 from kvstrata.gpu_runtime.rows import Row, RowTable
 from kvstrata.gpu_runtime.transfers import Copies, part_of
 from kvstrata.handles import Extents, RequestRuntimeHandle, Tier
@@ -33,7 +33,8 @@ class BatchEngine:
         self.page_tokens = core.settings.page_tokens
         self.rows = RowTable(core.runtime_id, core.settings.max_requests, core.pools)
         self.compute = Compute(core, runner)
-        self._planner = Planner(core, self.rows)
+        self.old_pages = OldPages()
+        self._planner = Planner(core, self.rows, self.old_pages)
         self._next_batch = 1
         self._prepared: deque[Batch] = deque()
         """Not executed yet, in the order of their preparation."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstrata.boundary import RowStatus
+from kvstrata.gpu_runtime.abilities import SupportsBind, SupportsNewWeights
 from kvstrata.gpu_runtime.base import Event, ForwardContext, ForwardRow, ModelRunner
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.req_to_token import ReqToToken
@@ -68,6 +69,12 @@ class Compute:
             core.device.torch_device,
         )
         self.context = ForwardContext(core.pools, self.req_to_token, settings.page_tokens)
+        if isinstance(runner, SupportsBind):
+            runner.bind(self.context)
+        self.epoch = 0
+        """How many changes of weights have run."""
+        self.unknown_weights = ""
+        """Why the last one failed."""
 
     def run(self, batch: Batch) -> None:
         """Forward steps until all rows are done. Never raises: whatever the runner raises, even an
@@ -95,8 +102,21 @@ class Compute:
         self.core.prefill_tokens += prefilled
         self.core.prefill_s += batch.compute_s if prefilled else 0.0
 
+    def begin_epoch(self, epoch: int, payload: bytes) -> None:
+        """Take the runner's new weights. Rows of another epoch are aborted from now on; all are,
+        while nobody knows what the weights are. Never raises."""
+        self.epoch = epoch
+        try:
+            assert isinstance(self.runner, SupportsNewWeights), "was checked"
+            self.runner.new_weights(payload)
+            self.unknown_weights = ""
+        except BaseException as exc:  # noqa: BLE001 - as in `run`
+            self.unknown_weights = f"the new weights failed: {type(exc).__name__}: {exc}"
+
     def _set_up(self, part: Part) -> None:
         row = part.row
+        if not row.finished and (row.epoch != self.epoch or self.unknown_weights):
+            row.aborted, part.error = True, self.unknown_weights
         if row.aborted:
             part.status = RowStatus.ABORTED
         elif row.finished:

@@ -75,6 +75,9 @@ class OpenActions:
         self._open.remove(action_id)
         self._events.emit(event)
 
+    def ids(self) -> list[int]:
+        return sorted(self._open)
+
     def __contains__(self, action_id: int) -> bool:
         return action_id in self._open
 

@@ -22,6 +22,7 @@ from kvstrata.gpu_runtime.base import Device, ModelRunner
 from kvstrata.gpu_runtime.batches import BatchEngine
 from kvstrata.gpu_runtime.core import RuntimeCore, RuntimeSettings
 from kvstrata.gpu_runtime.cpu import CpuDevice
+from kvstrata.gpu_runtime.epochs import Epochs
 from kvstrata.gpu_runtime.moves import Moves
 from kvstrata.gpu_runtime.timeline import PathTotals, Timeline
 from kvstrata.handles import RequestRuntimeHandle
@@ -73,6 +74,7 @@ class LocalGPURuntime:
             undo.callback(self._core.staging.close)
             self._moves = Moves(self._core)
             self._batches = BatchEngine(self._core, self._moves.copies, runner)
+            self._epochs = Epochs(self._core, self._batches, self._moves)
             if worker is not None:
                 region = self._core.staging.region
                 address = region.array.ctypes.data
@@ -84,7 +86,7 @@ class LocalGPURuntime:
         with self._core.lock:
             self._check_open()
             self._moves.check(actions)
-            return self._batches.prepare(plan, lambda: self._moves.start(actions))
+            return self._batches.prepare(plan, lambda: self._epochs.start(actions))
 
     def execute_batch(self, batch: PreparedBatchHandle) -> BatchTicket:
         with self._core.lock:
@@ -95,7 +97,7 @@ class LocalGPURuntime:
         with self._core.lock:
             self._check_open()
             self._moves.check(actions)
-            self._moves.start(actions)
+            self._epochs.start(actions)
 
     def cancel(self, what: RequestRuntimeHandle | int) -> None:
         with self._core.lock:

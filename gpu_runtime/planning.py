@@ -40,11 +40,26 @@ class CheckedPlan:
         return sum(row.need for row in self.rows)
 
 
+class OldPages:
+    """Stamps of the pages of older epochs, whose extents can be freed and nothing else."""
+
+    def __init__(self) -> None:
+        self._stamps: set[int] = set()
+
+    def begin_epoch(self, core: RuntimeCore) -> None:
+        """All pages that are in use now are old."""
+        tables = (*core.tables.values(), *core.staging.tables.values())
+        self._stamps = set().union(*(table.stamps_in_use() for table in tables))
+
+    def __contains__(self, extents: Extents) -> bool:
+        return any(extent.generation in self._stamps for extent in extents)
+
+
 class Planner:
     """Under the runtime's lock; changes nothing."""
 
-    def __init__(self, core: RuntimeCore, rows: RowTable) -> None:
-        self._core, self._rows = core, rows
+    def __init__(self, core: RuntimeCore, rows: RowTable, old: OldPages) -> None:
+        self._core, self._rows, self._old = core, rows, old
         self._page_tokens = core.settings.page_tokens
 
     def check(self, plan: BatchPlan) -> CheckedPlan:
@@ -115,6 +130,8 @@ class Planner:
     def _resolve(self, extents: Extents, tier: Tier) -> PageSet:
         if not extents:
             return empty_pages(self._core.pools)
+        if extents in self._old:
+            raise StaleHandleError(f"extents of an older epoch: {extents}")
         return self._core.resolve(extents, tier)[1]
 
     def _pages(self, positions: int) -> int:

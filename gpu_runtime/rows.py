@@ -47,6 +47,8 @@ class Row:
     finished: bool = False
     aborted: bool = False
     released: bool = False
+    epoch: int = 0
+    """How many changes of weights came before it."""
 
     @property
     def max_kv(self) -> int:
@@ -78,6 +80,8 @@ class RowTable:
         self._free = list(range(max_requests - 1, -1, -1))
         self._max_requests = max_requests
         self._generation = 0
+        self.epoch = 0
+        """How many changes of weights there were."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -108,6 +112,7 @@ class RowTable:
             payload=plan.payload,
             pages=empty_pages(self._components),
             hand=empty_pages(self._components),
+            epoch=self.epoch,
         )
         self._rows[slot] = row
         return row

@@ -200,6 +200,10 @@ class PageTable:
         """Whether all of `pages`, stamped `generation`, were freed (used again counts as freed)."""
         return not (self._stamp[pages] == generation).any()
 
+    def stamps_in_use(self) -> set[int]:
+        """Stamps of all pages that are not FREE."""
+        return set(self._stamp[self._state != PageState.FREE].tolist())
+
     def pages_of(self, extent: CacheExtentRef) -> Pages:
         """The pages of an extent that control holds. Raises StaleHandleError for any other."""
         mine = (self.runtime_id, self.tier, self.pool)

@@ -198,6 +198,7 @@ def test_another_process_reads_and_writes_the_same_bytes() -> None:
         boundary.Restore(action_id=1, source=extents),
         boundary.Free(action_id=2, extents=extents),
         boundary.Drop(**common),
+        boundary.NewEpoch(action_id=4, epoch=3, payload=b"weights"),
     ]
     handle = RequestRuntimeHandle(1, 2, 3)
     plan = BatchPlan(
@@ -221,6 +222,7 @@ def test_another_process_reads_and_writes_the_same_bytes() -> None:
         boundary.Restored(action_id=1, n=3, extents=extents),
         boundary.Freed(action_id=1),
         boundary.Dropped(action_id=1, n=2),
+        boundary.EpochBegan(action_id=1, epoch=3),
         boundary.ActionFailed(action_id=1, cause="stale", message="gone"),
         BatchDone(batch_id=1, rows=(row,), compute_s=0.25, counters={"pages_verified": 3}),
         Evicted(namespace=bytes(32), keys=bytes(64)),

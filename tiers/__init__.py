@@ -1,9 +1,10 @@
 """Control: what is cached where, and what runs next. No torch, no device, no address."""
 
-from kvstrata.tiers.cache import CacheControl, Deadlines
+from kvstrata.tiers.cache import CacheControl
 from kvstrata.tiers.keys import KeyChain, page_keys, partial_key, root_key
 from kvstrata.tiers.namespace import ComponentIdentity, Namespace, component_fingerprint
 from kvstrata.tiers.node import L3State, Match, Node
+from kvstrata.tiers.pending import Deadlines
 from kvstrata.tiers.planning import SchedulerSettings
 from kvstrata.tiers.policies import (
     EvictionPolicy,

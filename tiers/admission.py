@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvstrata.boundary import KEY_BYTES
 from kvstrata.errors import CapacityError
-from kvstrata.handles import StagingMode, Tier
+from kvstrata.handles import Extents, StagingMode, Tier, page_count, slice_extents
 from kvstrata.tiers.cache import CacheControl
 from kvstrata.tiers.node import L3State, Node
 from kvstrata.tiers.policies import PrefetchPolicy, RestorePolicy
@@ -249,6 +249,26 @@ class Admission:
         if request.last_node is not None:
             self._cache.tree.unlock(request.last_node)
         request.last_node = last
+
+    def take_pages(self, request: Request, first: int, extents: Extents) -> None:
+        """Pages `first …` became READY in L1: the tree learns of them, unless the request is
+        no-store."""
+        cache = self._cache
+        if not request.store:
+            cache.outbox.append(cache.free(extents))
+            return
+        stop = first + page_count(extents)
+        restored = min(max(request.path_pages, first), stop)
+        for start, end in ((first, restored), (restored, stop)):
+            if start == end:
+                continue
+            run = request.chain.run(start, end)
+            mine = slice_extents(extents, start - first, end - first)
+            last, duplicates = cache.insert_ready(request.chain.run(0, start), run, mine)
+            self.extend_lock(request, last)
+            if start >= restored:
+                prompt = max(0, min(end, request.full_pages) - start)
+                request.duplicate_pages += min(duplicates, prompt)
 
     def send_back(self, request: Request) -> Request:
         """To the queue again: its pages are not all where a batch could use them."""

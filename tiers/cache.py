@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvstrata.boundary import (
     Action,
@@ -18,6 +17,7 @@ from kvstrata.boundary import (
     Backup,
     Drop,
     Dropped,
+    EpochBegan,
     Event,
     Evicted,
     Free,
@@ -25,6 +25,7 @@ from kvstrata.boundary import (
     KeyRun,
     Located,
     Lookup,
+    NewEpoch,
     Prefetch,
     PrefetchReady,
     Restore,
@@ -34,7 +35,9 @@ from kvstrata.boundary import (
 )
 from kvstrata.errors import IntegrityError
 from kvstrata.handles import Extents, StagingMode, Tier, page_count, slice_extents
+from kvstrata.tiers.epochs import Epochs, clear_tree
 from kvstrata.tiers.node import L3State, Node
+from kvstrata.tiers.pending import Deadlines, PendingBackup, PendingLoad
 from kvstrata.tiers.policies import WritePolicy
 from kvstrata.tiers.rooms import Rooms
 from kvstrata.tiers.tree import TreeCore
@@ -44,32 +47,6 @@ MAX_MOVE_PAGES = 64
 
 _KEEP_BELIEF = ("capacity", "cancelled", "closed")
 """Causes of a short prefetch that say nothing about what L3 holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds that storage may take for one action."""
-
-    store_s: float = 60.0
-    load_s: float = 30.0
-    lookup_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingBackup:
-    end: Node
-    count: int
-    target: Tier
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingLoad:
-    """A prefetch or restore; its pages are locked until it has ended."""
-
-    end: Node
-    count: int
-    target: Tier
-    done: Callable[[int], None]
 
 
 class CacheControl:
@@ -93,9 +70,12 @@ class CacheControl:
         self._ids = itertools.count(1)
         self.outbox: list[Action] = []
         self._lookups: dict[int, Callable[[int], None]] = {}
-        self._backups: dict[int, _PendingBackup] = {}
-        self._loads: dict[int, _PendingLoad] = {}
+        self._backups: dict[int, PendingBackup] = {}
+        self._loads: dict[int, PendingLoad] = {}
         self._others: set[int] = set()
+        self._stale: set[int] = set()
+        """Moves of pages of an older epoch: what they bring is given back."""
+        self.epochs = Epochs()
         self.rooms = Rooms()
         self.counters: Counter[str] = Counter()
         """evicted_l1, evicted_l2, evicted_l3, backup_failed_<cause>, prefetch_short_<cause>,
@@ -104,7 +84,8 @@ class CacheControl:
     @property
     def in_flight(self) -> int:
         """Actions whose terminal event has not come, those in the outbox included."""
-        return len(self._lookups) + len(self._backups) + len(self._loads) + len(self._others)
+        open_moves = len(self._backups) + len(self._loads) + len(self._stale)
+        return len(self._lookups) + open_moves + len(self._others)
 
     # ── asking ───────────────────────────────────────────────────────────────────────────────────
 
@@ -120,7 +101,7 @@ class CacheControl:
         """Fetch consecutive nodes from L3. `done(n_valid)`; the caller has locked the last one."""
         keys = self.tree.key_run(nodes)
         action_id = next(self._ids)
-        self._note_load(action_id, _PendingLoad(nodes[-1], keys.page_count, target, done))
+        self._note_load(action_id, PendingLoad(nodes[-1], keys.page_count, target, done))
         self.outbox.append(
             Prefetch(
                 action_id=action_id, keys=keys, target=target, deadline_s=self._deadlines.load_s
@@ -133,11 +114,11 @@ class CacheControl:
         source = tuple(extent for node in nodes for extent in node.l2)
         count = sum(node.page_count for node in nodes)
         action_id = next(self._ids)
-        self._note_load(action_id, _PendingLoad(nodes[-1], count, Tier.L1, done))
+        self._note_load(action_id, PendingLoad(nodes[-1], count, Tier.L1, done))
         self.outbox.append(Restore(action_id=action_id, source=source))
         return action_id
 
-    def _note_load(self, action_id: int, load: _PendingLoad) -> None:
+    def _note_load(self, action_id: int, load: PendingLoad) -> None:
         self.tree.lock(load.end)
         self._loads[action_id] = load
         self.rooms.note_taken(load.target, load.count)
@@ -163,6 +144,24 @@ class CacheControl:
         self.outbox.extend(self.evict_for(Tier.L1))
         if self.mode is StagingMode.CACHE:
             self.outbox.extend(self.evict_for(Tier.L2))
+
+    # ── epochs ───────────────────────────────────────────────────────────────────────────────────
+
+    def begin_epoch(self, epoch: int, payload: bytes) -> None:
+        """Forget all pages, give those in L1 and L2 up, and announce the change. No page is locked
+        but by loads that are under way; what they bring, and backups, is given back."""
+        for load in self._loads.values():
+            self.tree.unlock(load.end)
+        self._stale |= self._loads.keys() | self._backups.keys()
+        self._loads.clear()
+        self._backups.clear()
+        unsent = {a.action_id for a in self.outbox if isinstance(a, Prefetch | Restore | Backup)}
+        self._stale -= unsent
+        self.outbox = [a for a in self.outbox if a.action_id not in unsent]
+        self.outbox += [self.free(extents) for extents in clear_tree(self.tree)]
+        action_id = next(self._ids)
+        self._others.add(action_id)
+        self.outbox.append(NewEpoch(action_id=action_id, epoch=epoch, payload=payload))
 
     # ── pages that became READY ──────────────────────────────────────────────────────────────────
 
@@ -235,7 +234,7 @@ class CacheControl:
             if node.l3 is L3State.NONE:
                 self.tree.set_l3(node, L3State.COPYING)
             self.rooms.note_taken(Tier.L2, node.page_count, keep=self.rooms[Tier.L2].reserve)
-        self._backups[action_id] = _PendingBackup(node, node.page_count, target)
+        self._backups[action_id] = PendingBackup(node, node.page_count, target)
         source = node.l2 if ready is Tier.L2 else node.l1
         self.outbox.append(
             Backup(
@@ -265,6 +264,11 @@ class CacheControl:
 
     def handle(self, event: Event) -> None:
         """Any event but BatchDone, which is the scheduler's."""
+        if getattr(event, "action_id", None) in self._stale:
+            self._stale.remove(event.action_id)  # type: ignore[union-attr]
+            if extents := getattr(event, "extents", ()):
+                self.outbox.append(self.free(extents))
+            return
         match event:
             case StatusReport():
                 self.rooms.note_status(event)
@@ -276,7 +280,7 @@ class CacheControl:
                 self._loaded(event.action_id, event.n, event.extents, "restore")
             case BackedUp():
                 self._backed_up(event)
-            case Freed() | Dropped():
+            case Freed() | Dropped() | EpochBegan():
                 self._others.remove(event.action_id)
             case ActionFailed():
                 self._failed(event)

@@ -117,6 +117,22 @@ class Request:
     def prefilled(self) -> bool:
         return self.planned_kv >= self.prompt_tokens
 
+    def under(self, namespace: bytes) -> Request:
+        """The same request from its beginning, with keys of another namespace. This one is over:
+        what it has asked for may still come."""
+        self.state = RequestState.ABORTED
+        return new_request(
+            self.request_id,
+            self.tokens,
+            namespace,
+            self.chain.page_tokens,
+            max_new_tokens=self.max_new_tokens,
+            stop_tokens=self.stop_tokens,
+            payload=self.payload,
+            store=self.store,
+            now_s=self.submitted_s,
+        )
+
     def key(self, page: int) -> bytes:
         return self.chain.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
 

@@ -19,6 +19,10 @@ class TierRoom:
     reserve: int = 0
     window: int = 0
 
+    def comes_free(self, pages: int) -> bool:
+        """Pages that are being freed are all that `pages` lack; else eviction must help."""
+        return self.free < pages <= self.free + self.freeing
+
 
 class Rooms:
     """`rooms[tier]` for L1 and L2.

@@ -24,7 +24,7 @@ from kvstrata.boundary import (
     Wake,
 )
 from kvstrata.errors import CapacityError, IntegrityError
-from kvstrata.handles import RequestRuntimeHandle, Tier, page_count, slice_extents
+from kvstrata.handles import RequestRuntimeHandle, Tier
 from kvstrata.tiers.admission import Admission, Verdict
 from kvstrata.tiers.cache import CacheControl
 from kvstrata.tiers.planning import (
@@ -70,8 +70,8 @@ class Scheduler:
         self._wakes = 0
         self._next_id = 1
         self.calls: Counter[str] = Counter()
-        """Calls across RuntimeInterface, by method, and `batches`; `idle` are polls and applies
-        while no batch was under way, `drain` those when no request was open either."""
+        """Calls of the runtime, by method, and `batches`; `idle`: polls and applies while no batch
+        was under way, `drain`: those when no request was open either."""
         self.counters: Counter[str] = Counter()
         """The ModelRunner's counters, summed; rows that needed a recompute."""
         self._note(runtime.poll(0.0))
@@ -90,8 +90,10 @@ class Scheduler:
     ) -> int:
         """Queue a request; `tokens` is any int32 buffer, `namespace` the fingerprint of its keys.
 
-        Raises InputError for empty input and CapacityError for a request that can never fit.
+        Raises InputError for empty input and for a namespace of an older epoch, CapacityError for
+        a request that can never fit.
         """
+        self.cache.epochs.use(namespace)
         request = new_request(
             self._next_id,
             tokens,
@@ -123,6 +125,29 @@ class Scheduler:
             self.calls["cancel"] += 1
         self._end(request, RequestState.ABORTED)
         return True
+
+    def new_epoch(
+        self, epoch: int, rename: Callable[[bytes], bytes], *, payload: bytes = b""
+    ) -> None:
+        """The weights change, to what `payload` tells the ModelRunner. `epoch` must have grown.
+
+        `rename` makes the fingerprint of the new epoch from one of the old (InputError if they are
+        equal); the old ones are refused from now on. Requests that have a row end as FAILED, with
+        what they have made; all others run under the new weights. Nothing that was kept is hit.
+        """
+        names = [request.chain.namespace for request in self._requests.values()]
+        renamed = self.cache.epochs.begin(epoch, names, rename)
+        for request in list(self._requests.values()):
+            if request.handle is not None:
+                request.error = f"the weights changed (epoch {epoch})"
+                self._end(request, RequestState.FAILED)
+                continue
+            self.admission.leave(request)
+            name = renamed[request.chain.namespace]
+            self._requests[request.request_id] = request.under(name)
+        self._ready.clear()
+        self._queue = deque(self._requests.values())
+        self.cache.begin_epoch(epoch, payload)
 
     @property
     def waiting(self) -> int:
@@ -206,9 +231,7 @@ class Scheduler:
     def _send(self) -> bool:
         """Prepare and execute one batch, if there is one to send."""
         rows = self._plan_rows() if len(self._batches) < self.settings.depth else []
-        if not rows and not self._release:
-            return False
-        return self._send_batch(rows)
+        return bool(rows or self._release) and self._send_batch(rows)
 
     def _plan_rows(self) -> list[PlannedRow]:
         """Rows of the next batch: running requests first, then READY ones."""
@@ -221,7 +244,7 @@ class Scheduler:
                 continue
             assert request.handle is not None
             row = next_chunk(request, request.handle, self.settings)
-            if self._may_take(need + row.new_pages):
+            if not self._waits_for(need + row.new_pages):
                 rows.append(row)
                 need += row.new_pages
         opening = 0
@@ -233,7 +256,7 @@ class Scheduler:
                 self._queue.appendleft(self.admission.send_back(self._ready.popleft()))
                 continue
             row = first_chunk(self._ready[0], path, opening, self.settings)
-            if not self._may_take(need + row.new_pages):
+            if self._waits_for(need + row.new_pages):
                 break
             rows.append(row)
             need += row.new_pages
@@ -241,11 +264,9 @@ class Scheduler:
             self._ready.popleft()
         return rows
 
-    def _may_take(self, pages: int) -> bool:
-        """After a batch did not fit: wait while pages that are being freed are all that it lacks.
-        When they would not do, eviction must (`_send_batch`)."""
-        room = self.cache.rooms[Tier.L1]
-        return not self._memory_short or not room.free < pages <= room.free + room.freeing
+    def _waits_for(self, pages: int) -> bool:
+        """A batch did not fit, and pages that are being freed are all that it lacks."""
+        return self._memory_short and self.cache.rooms[Tier.L1].comes_free(pages)
 
     def _send_batch(self, rows: list[PlannedRow]) -> bool:
         cache = self.cache
@@ -323,7 +344,7 @@ class Scheduler:
         if result.sampled:
             request.chain.extend(result.sampled)
         if result.extents:
-            self._take_pages(request, result)
+            self.admission.take_pages(request, result.first_page_index, result.extents)
         if result.status is RowStatus.NEEDS_RECOMPUTE:
             self._recompute(request, result)
             return
@@ -338,25 +359,6 @@ class Scheduler:
         if result.finished:
             request.output_done = True
             self._end(request, RequestState.FINISHED)
-
-    def _take_pages(self, request: Request, result: RowResult) -> None:
-        """Pages became READY in L1: the tree learns of them, unless the request is no-store."""
-        if not request.store:
-            self.cache.outbox.append(self.cache.free(result.extents))
-            return
-        first = result.first_page_index
-        stop = first + page_count(result.extents)
-        restored = min(max(request.path_pages, first), stop)
-        for start, end in ((first, restored), (restored, stop)):
-            if start == end:
-                continue
-            run = request.chain.run(start, end)
-            mine = slice_extents(result.extents, start - first, end - first)
-            last, duplicates = self.cache.insert_ready(request.chain.run(0, start), run, mine)
-            self.admission.extend_lock(request, last)
-            if start >= restored:
-                prompt = max(0, min(end, request.full_pages) - start)
-                request.duplicate_pages += min(duplicates, prompt)
 
     def _recompute(self, request: Request, result: RowResult) -> None:
         """A restore failed late: give its host copies up and start again without them."""
@@ -387,11 +389,9 @@ class Scheduler:
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
     def describe(self) -> str:
-        states = Counter(r.state.value for r in self._requests.values())
-        return (
-            f"requests {dict(states)}, batches {len(self._batches)}, "
-            f"actions {self.cache.in_flight}, room {self.cache.rooms}"
-        )
+        states = dict(Counter(r.state.value for r in self._requests.values()))
+        moves = f"actions {self.cache.in_flight}, room {self.cache.rooms}"
+        return f"requests {states}, batches {len(self._batches)}, {moves}"
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()

@@ -105,6 +105,9 @@ class TreeCore:
         keys = first.keys if len(nodes) == 1 else b"".join([node.keys for node in nodes])
         return KeyRun(first.namespace, parent.last_key, first.first_page_index, keys)
 
+    def roots(self) -> list[Node]:
+        return list(self._roots.values())
+
     def namespaces(self) -> list[bytes]:
         """Fingerprints of the namespaces that have pages here."""
         return list(self._roots)

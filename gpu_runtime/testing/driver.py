@@ -21,6 +21,7 @@ from kvstrata.boundary import (
     BatchPlan,
     Drop,
     Dropped,
+    EpochBegan,
     Event,
     Evicted,
     Free,
@@ -28,6 +29,7 @@ from kvstrata.boundary import (
     KeyRun,
     Located,
     Lookup,
+    NewEpoch,
     OpenRow,
     Prefetch,
     PrefetchReady,
@@ -57,6 +59,7 @@ _TERMINAL: dict[type, type] = {
     Restore: Restored,
     Free: Freed,
     Drop: Dropped,
+    NewEpoch: EpochBegan,
 }
 
 
@@ -183,6 +186,9 @@ class Driver:
         self.runtime.apply(decode_actions(encode(list(actions))))
         self._note_open(actions)
         return [action.action_id for action in actions]
+
+    def new_epoch(self, epoch: int, payload: bytes = b"") -> NewEpoch:
+        return NewEpoch(action_id=next(self._ids), epoch=epoch, payload=payload)
 
     def prepare(self, plan: BatchPlan) -> PreparedBatchHandle:
         try:

@@ -52,6 +52,10 @@ class GatedRunner(OracleRunner):
         self.fail_at: dict[int, BaseException] = {}
         self.refuse: set[bytes] = set()
         """Payloads of rows that it does not want."""
+        self.weights: list[bytes] = []
+        """Payloads of all changes, in order."""
+        self.fail_weights = False
+        """Whether the next change raises."""
         self._gates: dict[int, Gate] = {}
 
     def pause(self, step: int | None = None) -> Gate:
@@ -63,6 +67,12 @@ class GatedRunner(OracleRunner):
     def open_all(self) -> None:
         for gate in list(self._gates.values()):
             gate.open()
+
+    def new_weights(self, payload: bytes) -> None:
+        self.weights.append(payload)
+        if self.fail_weights:
+            self.fail_weights = False
+            raise OSError("planted")
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
         step, self.steps = self.steps, self.steps + 1

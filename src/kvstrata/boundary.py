@@ -118,7 +118,28 @@ class Drop(CacheAction, frozen=True, tag=True, kw_only=True):
     deadline_s: float
 
 
-Action = Lookup | Prefetch | Backup | Restore | Free | Drop
+class NewEpoch(CacheAction, frozen=True, tag=True, kw_only=True):
+    """The weights change, and KV from before is worth nothing from now on → `EpochBegan`.
+
+    Takes effect behind the backups and frees of its message, before the rest of it. Batches that
+    were executed before still run under the old weights. Then the ModelRunner takes the new ones
+    from `payload` (opaque), in the order of the compute stream, and what is computed behind it is
+    of the new epoch. Every request that was opened before ends: its rows that have not run are
+    ABORTED. Every page that is in use now is old, whenever an event hands it over: its extents can
+    be freed and nothing else, so no row attaches or restores them (`StaleHandleError`) and no
+    action copies them (`ActionFailed`, "stale"). Actions that are under way are cancelled.
+
+    `epoch` must grow, else the action fails ("epoch"), as it does ("unsupported") where the
+    ModelRunner cannot change its weights; nothing has changed then. When the ModelRunner fails
+    ("runner"), the epoch has begun all the same, and rows fail until another one begins: nobody
+    knows what the weights are.
+    """
+
+    epoch: int
+    payload: bytes = b""
+
+
+Action = Lookup | Prefetch | Backup | Restore | Free | Drop | NewEpoch
 
 
 # ── batches ──────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +181,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One message a batch. Applied in this order: release, backups (which hold their source),
-    frees, other actions, open, rows.
+    frees, a new epoch, other actions, open, rows.
 
     `steps` is how many tokens each decode row makes (pages for all of them are reserved now).
     """
@@ -305,6 +326,13 @@ class Dropped(RuntimeEvent, frozen=True, tag=True, kw_only=True):
     n: int
 
 
+class EpochBegan(RuntimeEvent, frozen=True, tag=True, kw_only=True):
+    """Terminal event of `NewEpoch`: batches behind it compute with the new weights."""
+
+    action_id: int
+    epoch: int
+
+
 class ActionFailed(RuntimeEvent, frozen=True, tag=True, kw_only=True):
     """Terminal event of any action that did nothing: a stale extent, a cancel, a shutdown."""
 
@@ -381,6 +409,7 @@ Event = (
     | Restored
     | Freed
     | Dropped
+    | EpochBegan
     | ActionFailed
     | BatchDone
     | Evicted
@@ -426,7 +455,8 @@ class RuntimeInterface(Protocol):
         Returns at once; may be called while earlier batches run. Raises `CapacityError` when the
         rows do not fit: then no row was opened and no page taken, while releases, frees and
         actions did take effect (so the caller sends them once). Raises `StaleHandleError` for a
-        handle or extent that is not the runtime's, before anything at all took effect.
+        handle or extent that is not the runtime's, or an extent of an older epoch, before anything
+        at all took effect.
         """
         ...
 
