@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from kvstrata.backends import ObjectId, StorageBackend, StoredObject
 from kvstrata.backends.frame import HEADER_BYTES
@@ -111,7 +111,7 @@ class Catalog:
     def close(self) -> None:
         self.connection.close()
 
-    def __enter__(self) -> Catalog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -37,6 +37,9 @@ MOUNTS = {
     "generate": Mount("kvstrata.tools.generate", "generate", "Continue prompts with a model."),
     "config": Mount("kvstrata.tools.cli_config", "app", "Check and show configurations."),
     "backends": Mount("kvstrata.tools.cli_backends", "app", "List, show and test storage plugins."),
+    "migrate": Mount(
+        "kvstrata.tools.cli_migrate", "migrate", "Copy or move frames from one backend to another."
+    ),
     "bench": Mount("kvstrata.tools.bench", "app", "Measure parts of kvstrata."),
 }
 
