@@ -26,6 +26,7 @@ OWN_DISTRIBUTION = "kvstrata"
 _BUILT_IN = {
     "memory": "kvstrata.backends.memory:MemoryBackend",
     "filesystem": "kvstrata.backends.filesystem:FilesystemBackend",
+    "mooncake": "kvstrata.backends.mooncake:MooncakeBackend",
 }
 """Of this distribution, also when it runs from a checkout, without metadata."""
 

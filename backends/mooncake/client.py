@@ -1,0 +1,214 @@
+"""The published client, as this backend uses it: typed, safe to fork and to leave behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstrata.backends.mooncake.codes import describe, storage_error
+from kvstrata.backends.mooncake.options import MooncakeOptions
+from kvstrata.backends.mooncake.requirements import load_client, rdma_devices
+from kvstrata.errors import ConfigError, StorageUnavailableError, Where
+from kvstrata.units import parse_size
+
+_applied: dict[str, str] = {}
+_applying = threading.Lock()
+
+
+def apply_environment(variables: Mapping[str, str]) -> None:
+    """Set what the library reads from the environment of the process.
+
+    One process has one environment: raises `ConfigError` when another backend of this process has
+    set one of them to something else.
+    """
+    with _applying:
+        for name, value in variables.items():
+            if _applied.get(name, value) != value:
+                raise ConfigError(
+                    f"{name} is {_applied[name]!r} for another mooncake backend of this process "
+                    f"and {value!r} for this one",
+                    remedy='give both the same value, or isolation = "process"',
+                    where=Where(key="environment"),
+                )
+        _applied.update(variables)
+        os.environ.update(variables)
+
+
+def transport(options: MooncakeOptions) -> str:
+    """The protocol that is really used. Raises `ConfigError` where RDMA is asked for and none is
+    here: the library itself would take TCP without a word."""
+    if options.protocol == "tcp":
+        return "tcp"
+    found = rdma_devices()
+    absent = [name for name in options.devices if name not in found]
+    if found and not absent:
+        return "rdma"
+    if options.tcp_fallback:
+        return "tcp"
+    message = (
+        f"there is no RDMA device {', '.join(absent)} (found: {', '.join(found)})"
+        if found
+        else "there is no RDMA device on this machine (/sys/class/infiniband is empty)"
+    )
+    raise ConfigError(
+        message,
+        remedy='use protocol = "tcp", or tcp_fallback = true to take TCP where there is none',
+        where=Where(key="devices" if found else "protocol"),
+    )
+
+
+class Client:
+    """One `MooncakeDistributedStore`. Calls may come from any thread; `close` when none is under
+    way. Nothing here waits for longer than the library's own timeouts."""
+
+    def __init__(self, options: MooncakeOptions, protocol: str) -> None:
+        """Connect. `setup` holds the interpreter, so ask whether the master is there first.
+
+        Raises `StorageUnavailableError` when the library cannot set itself up.
+        """
+        apply_environment(options.client_environment())
+        library = load_client()
+        self._library: Any = library
+        self._options = options
+        self._store: Any = library.MooncakeDistributedStore()
+        _open_stores.add(self)
+        settings: dict[str, Any] = {
+            "local_hostname": options.host,
+            "metadata_server": options.metadata,
+            "global_segment_size": options.segment_size,
+            "local_buffer_size": parse_size(options.local_buffer_bytes),
+            "protocol": protocol,
+            "rdma_devices": ",".join(options.devices),
+            "master_server_addr": options.master,
+            "enable_ssd_offload": options.ssd_offload,
+            "ssd_offload_path": options.ssd_offload_path,
+            "tenant_id": options.tenant,
+        }
+        if options.client_http_port:
+            settings["enable_client_http_server"] = True
+            settings["client_http_port"] = options.client_http_port
+        code = self._store.setup(**settings)
+        if code != 0:
+            self.close()
+            raise StorageUnavailableError(
+                f"the Mooncake client cannot reach {options.master}: {describe(code)}"
+            )
+
+    @property
+    def name(self) -> str:
+        """How the store calls this client, and its segment."""
+        return str(self._store.get_hostname())
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Make memory known to the transfer engine. Raises `StorageError`."""
+        code = self._store.register_buffer(address, nbytes)
+        if code != 0:
+            raise storage_error(code, f"{nbytes} bytes cannot be registered")
+
+    def unregister(self, address: int) -> None:
+        self._store.unregister_buffer(address)
+
+    def put(
+        self, keys: list[str], addresses: list[int], sizes: list[int], segments: Sequence[str]
+    ) -> list[int]:
+        """0 or a code each. A key that exists gives 0 and keeps its bytes."""
+        config = self._config(segments)
+        return list(self._store.batch_put_from(keys, addresses, sizes, config))
+
+    def put_parts(
+        self,
+        keys: list[str],
+        addresses: list[list[int]],
+        sizes: list[list[int]],
+        segments: Sequence[str],
+    ) -> list[int]:
+        """As `put`, each object from several buffers."""
+        config = self._config(segments)
+        return list(self._store.batch_put_from_multi_buffers(keys, addresses, sizes, config))
+
+    def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """The object's bytes or a code each. -600: it is larger than the buffer."""
+        return list(self._store.batch_get_into(keys, addresses, sizes))
+
+    def get_parts(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        """As `get`, each object into several buffers whose sizes add up to its own."""
+        return list(self._store.batch_get_into_multi_buffers(keys, addresses, sizes))
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        """Raises `StorageError` when the master does not answer."""
+        codes = list(self._store.batch_is_exist(keys))
+        for code in codes:
+            if code < 0:
+                raise storage_error(code, "existence")
+        return [code == 1 for code in codes]
+
+    def size(self, key: str) -> int:
+        """Bytes of an object, or a code."""
+        return int(self._store.get_size(key))
+
+    def remove(self, keys: list[str]) -> list[int]:
+        """0 or a code each. What somebody reads now is removed as well: frames carry checksums."""
+        return list(self._store.batch_remove(keys, True))
+
+    def places(self, keys: list[str]) -> dict[str, tuple[str, int]]:
+        """Where objects lie: endpoint ("" for a disk) and size. Absent ones are not in it."""
+        found: dict[str, tuple[str, int]] = {}
+        for key, replicas in self._store.batch_get_replica_desc(keys).items():
+            for replica in replicas:
+                if replica.is_memory_replica():
+                    place = replica.get_memory_descriptor().buffer_descriptor
+                    found[key] = (place.transport_endpoint, place.size)
+                    break
+                found[key] = ("", 0)
+        return found
+
+    def close(self) -> None:
+        """Idempotent. Holds the interpreter for a moment."""
+        store, self._store = self._store, None
+        _open_stores.discard(self)
+        if store is not None:
+            store.close()
+
+    def abandon(self) -> None:
+        """Leave it behind as it is: this process is a fork's child, or is about to end."""
+        store, self._store = self._store, None
+        _open_stores.discard(self)
+        if store is not None:
+            _leak(store)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _config(self, segments: Sequence[str]) -> Any:
+        options, config = self._options, self._library.ReplicateConfig()
+        config.replica_num = 1  # copies are ours, under keys of their own
+        config.data_type = self._library.ObjectDataType.KVCACHE
+        config.with_hard_pin = options.hard_pin
+        config.prefer_alloc_in_same_node = options.prefer_same_node
+        if segments:
+            config.preferred_segments = list(segments)
+        if options.soft_pin_s:
+            config.soft_pin_action = self._library.SoftPinAction.ENABLE
+            config.soft_pin_ttl_ms = int(options.soft_pin_s * 1000)
+        return config
+
+
+_open_stores: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _leak(store: object) -> None:
+    """No destructor, ever: it would wait for threads that are not there."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+
+def _forget_after_fork() -> None:
+    for client in list(_open_stores):
+        client.abandon()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

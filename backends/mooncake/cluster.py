@@ -1,0 +1,243 @@
+"""A master and stores on this machine, for development, tests and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvstrata.backends.mooncake.admin import Admin, answers
+from kvstrata.backends.mooncake.options import MooncakeOptions, parse_address
+from kvstrata.backends.mooncake.requirements import client_folder, load_client
+from kvstrata.errors import ConfigError, StorageError, StorageUnavailableError, Where
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.02
+_LOG_TAIL = 2000
+_STOP_S = 5.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class LocalCluster:
+    """Processes that end with this one, however it ends (start it from the main thread: the kernel
+    ties them to the thread that starts them). One thread uses it."""
+
+    def __init__(
+        self, options: MooncakeOptions, stores: int, master_flags: Sequence[str] = ()
+    ) -> None:
+        """Raises `ConfigError` for a master that cannot be on this machine, or without its HTTP
+        server, which tells when the stores are there."""
+        load_client()
+        if options.admin_address is None:
+            raise ConfigError(
+                "admin is none, and a local master is asked over HTTP whether it is ready",
+                remedy='set admin to HOST:PORT, or leave it at ""',
+                where=Where(key="admin"),
+            )
+        self._options = options
+        self._host, self._port = parse_address(options.master, "master")
+        self._admin_host, self._admin_port = parse_address(options.admin_address, "admin")
+        self._admin = Admin(options.admin_address, 1.0)
+        self._flags = tuple(master_flags)
+        self._wanted = stores
+        self._folder = tempfile.TemporaryDirectory(prefix="kvstrata-mooncake-")
+        self.master: subprocess.Popen[bytes] | None = None
+        self.stores: list[subprocess.Popen[bytes]] = []
+        self.names: list[str] = []
+        """Segments, as the master calls them; one a store, in order."""
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, deadline_s: float = 20.0) -> None:
+        """Start everything and wait until it works. Raises `StorageError` with the log of whoever
+        does not come up; then nothing is left running."""
+        try:
+            self.start_master(deadline_s)
+            for _ in range(self._wanted):
+                self.start_store(deadline_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def start_master(self, deadline_s: float = 20.0) -> None:
+        if answers(self._options.master, 0.5):
+            raise ConfigError(
+                f"somebody listens at {self._options.master} already",
+                remedy="stop that master, or choose another port",
+                where=Where(key="master"),
+            )
+        folder = client_folder()
+        assert folder is not None
+        libraries = folder.parent / "mooncake_transfer_engine_non_cuda.libs"
+        environment = {**os.environ, "LD_LIBRARY_PATH": f"{libraries}:{folder}"}
+        command = [
+            str(folder / "mooncake_master"),
+            f"-rpc_address={self._host}",
+            f"-rpc_port={self._port}",
+            f"-metrics_host={self._admin_host}",
+            f"-metrics_port={self._admin_port}",
+            f"-default_kv_lease_ttl={int(self._options.lease_s * 1000)}",
+            "-logtostderr=true",
+            *self._metadata_flags(),
+            *self._flags,
+        ]
+        self.master = self._spawn(command, "master", environment)
+        self._wait(self.master, "master", self._is_serving, deadline_s)
+
+    def start_store(self, deadline_s: float = 20.0) -> None:
+        options = msgspec.structs.replace(self._options, role="store", client_http_port=0)
+        command = [
+            sys.executable,
+            "-m",
+            "kvstrata.backends.mooncake.store_process",
+            msgspec.json.encode(options).decode(),
+        ]
+        known = set(self._segments())
+        title = f"store-{len(self.stores)}"
+        store = self._spawn(command, title, dict(os.environ))
+        self.stores.append(store)
+        self._wait(store, title, lambda: set(self._segments()) > known, deadline_s)
+        self.names.append(next(iter(set(self._segments()) - known)))
+
+    def stop(self) -> None:
+        """Idempotent."""
+        running = [p for p in (*self.stores, self.master) if p is not None]
+        for process in running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        end = time.monotonic() + _STOP_S
+        for process in running:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        self.stores, self.names, self.master = [], [], None
+        self._folder.cleanup()
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # ── while it runs ────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Raises `StorageUnavailableError` when one of the processes has ended by itself."""
+        titles = [*(f"store-{i}" for i in range(len(self.stores))), "master"]
+        for title, process in zip(titles, (*self.stores, self.master), strict=True):
+            if process is not None and process.poll() is not None:
+                raise StorageUnavailableError(
+                    f"the {title} has ended with {process.returncode}: {self._log(title)}"
+                )
+
+    def kill_master(self) -> None:
+        assert self.master is not None
+        self.master.kill()
+        self.master.wait()
+
+    def kill_store(self, index: int) -> str:
+        """SIGKILL; the name of its segment."""
+        store = self.stores.pop(index)
+        store.kill()
+        store.wait()
+        if store.stdin is not None:
+            store.stdin.close()
+        return self.names.pop(index)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _metadata_flags(self) -> list[str]:
+        scheme, found, rest = self._options.metadata.partition("://")
+        if not found or scheme != "http":
+            return []
+        host, port = parse_address(rest.partition("/")[0], "metadata")
+        return [
+            "-enable_http_metadata_server=true",
+            f"-http_metadata_server_host={host}",
+            f"-http_metadata_server_port={port}",
+        ]
+
+    def _spawn(
+        self, command: Sequence[str], title: str, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+
+        def tie() -> None:
+            """In the child: end when the parent does, by whatever signal."""
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        with self._log_path(title).open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for this process, which ends them in order
+                preexec_fn=tie,  # noqa: PLW1509 (it takes no lock)
+            )
+
+    def _wait(
+        self,
+        process: subprocess.Popen[bytes],
+        title: str,
+        is_ready: Callable[[], bool],
+        deadline_s: float,
+    ) -> None:
+        end = time.monotonic() + deadline_s
+        while not is_ready():
+            if process.poll() is not None:
+                raise StorageError(
+                    f"the {title} has ended with {process.returncode}: {self._log(title)}"
+                )
+            if time.monotonic() > end:
+                raise StorageError(
+                    f"the {title} is not ready after {deadline_s:g} s: {self._log(title)}"
+                )
+            time.sleep(_POLL_S)
+
+    def _is_serving(self) -> bool:
+        try:
+            return answers(self._options.master, 0.5) and self._admin.is_serving()
+        except StorageError:
+            return False
+
+    def _segments(self) -> list[str]:
+        try:
+            return [segment.name for segment in self._admin.segments()]
+        except StorageError:
+            return []
+
+    def _log_path(self, title: str) -> Path:
+        return Path(self._folder.name) / f"{title}.log"
+
+    def _log(self, title: str) -> str:
+        try:
+            return self._log_path(title).read_text(errors="replace")[-_LOG_TAIL:].strip()
+        except OSError:
+            return "no log"
