@@ -40,6 +40,7 @@ MOUNTS = {
     "migrate": Mount(
         "kvstrata.tools.cli_migrate", "migrate", "Copy or move frames from one backend to another."
     ),
+    "verify": Mount("kvstrata.tools.cli_verify", "verify", "Check every frame of a backend."),
     "bench": Mount("kvstrata.tools.bench", "app", "Measure parts of kvstrata."),
 }
 
