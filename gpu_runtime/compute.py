@@ -107,7 +107,8 @@ class Compute:
         while nobody knows what the weights are. Never raises."""
         self.epoch = epoch
         try:
-            assert isinstance(self.runner, SupportsNewWeights), "was checked"
+            if not isinstance(self.runner, SupportsNewWeights):
+                raise TypeError(f"{type(self.runner).__name__} cannot change its weights")
             self.runner.new_weights(payload)
             self.unknown_weights = ""
         except BaseException as exc:  # noqa: BLE001 - as in `run`

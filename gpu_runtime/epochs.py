@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstrata.boundary import Action, ActionFailed, Backup, EpochBegan, Free, NewEpoch, Restore
-from kvstrata.gpu_runtime.abilities import SupportsNewWeights
 from kvstrata.gpu_runtime.batches import BatchEngine
 from kvstrata.gpu_runtime.core import RuntimeCore
 from kvstrata.gpu_runtime.moves import Moves
@@ -20,8 +19,6 @@ class Epochs:
 
     def __init__(self, core: RuntimeCore, batches: BatchEngine, moves: Moves) -> None:
         self._core, self._batches, self._moves = core, batches, moves
-        self._epoch = -1
-        """As control calls it; before the first change, whatever control says."""
 
     def start(self, actions: Sequence[Action]) -> None:
         """Backups and frees, changes, the rest. The message was checked."""
@@ -48,13 +45,6 @@ class Epochs:
 
     def _begin(self, change: NewEpoch) -> None:
         compute = self._batches.compute
-        if not isinstance(compute.runner, SupportsNewWeights):
-            self._fail(change, "unsupported", f"{type(compute.runner).__name__} keeps its weights")
-            return
-        if change.epoch <= self._epoch:
-            self._fail(change, "epoch", f"{change.epoch} does not follow {self._epoch}")
-            return
-        self._epoch = change.epoch
         # All that is under way has its pages, and they are old, or it is cancelled before it gets
         # any: so what it brings later is old as well.
         for action_id in self._core.actions.ids():

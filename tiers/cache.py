@@ -76,6 +76,7 @@ class CacheControl:
         self._stale: set[int] = set()
         """Moves of pages of an older epoch: what they bring is given back."""
         self.epochs = Epochs()
+        self._epoch_id = 0
         self.rooms = Rooms()
         self.counters: Counter[str] = Counter()
         """evicted_l1, evicted_l2, evicted_l3, backup_failed_<cause>, prefetch_short_<cause>,
@@ -159,9 +160,9 @@ class CacheControl:
         self._stale -= unsent
         self.outbox = [a for a in self.outbox if a.action_id not in unsent]
         self.outbox += [self.free(extents) for extents in clear_tree(self.tree)]
-        action_id = next(self._ids)
-        self._others.add(action_id)
-        self.outbox.append(NewEpoch(action_id=action_id, epoch=epoch, payload=payload))
+        self._epoch_id = next(self._ids)
+        self._others.add(self._epoch_id)
+        self.outbox.append(NewEpoch(action_id=self._epoch_id, epoch=epoch, payload=payload))
 
     # ── pages that became READY ──────────────────────────────────────────────────────────────────
 
@@ -300,7 +301,8 @@ class CacheControl:
             self._backed_up(BackedUp(action_id=event.action_id, n=0, cause=event.cause))
         else:
             self._others.remove(event.action_id)
-            self.counters[f"free_failed_{event.cause}"] += 1
+            kind = "epoch" if event.action_id == self._epoch_id else "free"
+            self.counters[f"{kind}_failed_{event.cause}"] += 1
 
     def _loaded(self, action_id: int, n: int, extents: Extents, cause: str) -> None:
         load = self._loads.pop(action_id)

@@ -155,18 +155,6 @@ class EpochTests(RuntimeSuite):
             rig.free(row.extents)
             rig.expect_free()
 
-    def test_what_cannot_begin_changes_nothing(self, make_runtime: MakeRuntime) -> None:
-        with self.bench(make_runtime) as rig:
-            of_type(rig.driver.do(rig.driver.new_epoch(3)), EpochBegan)
-            prompt = rig.prompt(8)
-            pages = rig.make_pages(prompt)
-            for epoch in (3, 2):
-                event = of_type(rig.driver.do(rig.driver.new_epoch(epoch)), ActionFailed)
-                equal(event.cause, "epoch", "an epoch that does not grow")
-            rig.verify(prompt, pages)
-            equal(len(rig.runner.weights), 1, "changes")
-            rig.free(pages)
-
     def test_rows_fail_while_the_weights_are_unknown(self, make_runtime: MakeRuntime) -> None:
         with self.bench(make_runtime) as rig:
             rig.runner.fail_weights = True

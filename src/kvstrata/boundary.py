@@ -129,10 +129,9 @@ class NewEpoch(CacheAction, frozen=True, tag=True, kw_only=True):
     be freed and nothing else, so no row attaches or restores them (`StaleHandleError`) and no
     action copies them (`ActionFailed`, "stale"). Actions that are under way are cancelled.
 
-    `epoch` must grow, else the action fails ("epoch"), as it does ("unsupported") where the
-    ModelRunner cannot change its weights; nothing has changed then. When the ModelRunner fails
-    ("runner"), the epoch has begun all the same, and rows fail until another one begins: nobody
-    knows what the weights are.
+    When the ModelRunner cannot change its weights, or fails to, the action fails ("runner"). The
+    epoch has begun all the same, and rows fail until another one begins: nobody knows what the
+    weights are. `epoch` is control's number for it.
     """
 
     epoch: int

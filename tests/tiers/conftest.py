@@ -1,10 +1,18 @@
-"""A small real engine: local runtime on the CPU device, memory backend, oracle."""
+"""A small real engine: local runtime, memory backend, oracle.
+
+Each test that takes `make_small` runs on every kind of runtime (`KINDS`), unless it is marked
+`cuda`: on the CPU device as it is; "hostile", with page numbers and stamps without any order, and
+freed pages that come back at once, last, or at random; and "simulated", on a device that reorders
+whatever events leave free.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,8 +41,10 @@ from kvstrata.gpu_runtime import (
     RuntimeSettings,
     Timeline,
 )
+from kvstrata.gpu_runtime.sim import SimDevice, poison, tear
+from kvstrata.gpu_runtime.turns import Turns, away
 from kvstrata.handles import StagingMode, Tier
-from kvstrata.staging import StagingSettings
+from kvstrata.staging import Pages, PageTable, StagingSettings
 from kvstrata.tiers import (
     CacheControl,
     Deadlines,
@@ -50,6 +60,7 @@ PAGE = 4
 KV = ComponentSpec("kv", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16")
 INDEX = ComponentSpec("index", layers=1, kv_heads=1, head_dim=24, dtype="uint8")
 NAMESPACE = bytes(range(32))
+KINDS = ("cpu", "hostile", "simulated")
 
 
 class Gate:
@@ -65,6 +76,10 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+    def came(self) -> bool:
+        """Has somebody arrived since the last look?"""
+        return self._arrived.acquire(blocking=False)
 
     def wait_arrival(self) -> None:
         assert self._arrived.acquire(timeout=20), "nobody came"
@@ -83,6 +98,16 @@ class GatedRunner(OracleRunner):
         self.gate = Gate()
         self.fail_next = False
         self.rows_run: list[int] = []
+        self.weights = b""
+        self.fail_weights = False
+        self._made_by: dict[bytes, bytes] = {}
+        """Namespace → the weights that compute it, the first time and ever after."""
+
+    def new_weights(self, payload: bytes) -> None:
+        if self.fail_weights:
+            self.fail_weights = False
+            raise OSError("planted")
+        self.weights = payload
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
         self.rows_run.append(len(rows))
@@ -91,6 +116,9 @@ class GatedRunner(OracleRunner):
             self.fail_next = False
             raise RuntimeError("planted")
         result = super().forward(rows, context)
+        for row in rows:
+            made_by = self._made_by.setdefault(row.namespace, self.weights)
+            assert made_by == self.weights, f"KV of {made_by!r} and {self.weights!r} is mixed"
         failed = {i: "planted" for i, row in enumerate(rows) if row.payload == b"fail"}
         return ForwardResult(result.sampled, result.counters, failed)
 
@@ -145,10 +173,19 @@ class Small:
     runner: GatedRunner
     backend: FaultyBackend
     results: dict[int, RequestResult] = field(default_factory=dict)
+    namespace: bytes = NAMESPACE
+    epoch: int = 0
 
     def submit(self, tokens: Sequence[int], **kwargs: Any) -> int:
         data = np.asarray(tokens, np.int32).tobytes()
-        return self.scheduler.submit(data, NAMESPACE, **kwargs)
+        return self.scheduler.submit(data, self.namespace, **kwargs)
+
+    def new_epoch(self) -> None:
+        """Other weights, and another namespace."""
+        self.epoch += 1
+        self.namespace = bytes([self.epoch]) * 32
+        payload = b"weights %d" % self.epoch
+        self.scheduler.new_epoch(self.epoch, lambda old: self.namespace, payload=payload)
 
     def run(self) -> None:
         """Until nothing is open; then everything must be consistent."""
@@ -206,8 +243,73 @@ class Small:
 MakeSmall = Callable[..., Small]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "runtime_kind" in metafunc.fixturenames:
+        on_gpu = any(mark.name == "cuda" for mark in metafunc.definition.iter_markers())
+        metafunc.parametrize("runtime_kind", KINDS[:1] if on_gpu else KINDS, indirect=True)
+
+
+@dataclass(eq=False)
+class RuntimeKind:
+    """What a runtime is made with, and what is done to it then."""
+
+    name: str
+    rng: random.Random
+    turns: list[Turns] = field(default_factory=list)
+
+    def options(self) -> dict[str, Any]:
+        if self.name == "cpu":
+            return {}
+        rng, made = self.rng, {}
+        if self.name == "simulated":
+            turns = Turns(rng.getrandbits(32), background=True)
+            self.turns.append(turns)
+            print(f"seed of the turns: {turns.seed}")
+            made["make_device"] = lambda timeline: SimDevice(timeline, turns)
+        return {
+            "runtime_id": rng.getrandbits(63),
+            "stamp_source": iter(lambda: rng.getrandbits(63), 0),
+            "page_order": lambda n: np.asarray(rng.sample(range(n), n), np.int64),
+            **made,
+        }
+
+    def change(self, small: Small) -> None:
+        core, gate = small.runtime.core, small.runner.gate
+        if self.name == "simulated":
+            poison(core)
+            tear(core)
+            wait = gate.pass_through
+            gate.pass_through = lambda: away(wait)  # type: ignore[method-assign]
+        elif self.name == "hostile":
+            order = self.rng.choice([None, last, at_random])
+            print(f"freed pages are used again: {order.__name__ if order else 'at once'}")
+            for table in (*core.tables.values(), *core.staging.tables.values()):
+                table.on_free = partial(order, table, self.rng) if order else None
+
+
+def last(table: PageTable, rng: random.Random, pages: Pages) -> None:
+    """Freed pages are on top of the stack; they go below all others."""
+    del rng
+    stack = table._free_stack[: table.free]
+    stack[:] = np.roll(stack, len(pages))
+
+
+def at_random(table: PageTable, rng: random.Random, pages: Pages) -> None:
+    del pages
+    stack = table._free_stack[: table.free]
+    stack[:] = stack[rng.sample(range(len(stack)), len(stack))]
+
+
 @pytest.fixture
-def make_small() -> Iterator[MakeSmall]:
+def runtime_kind(request: pytest.FixtureRequest, seed: int) -> Iterator[RuntimeKind]:
+    kind = RuntimeKind(request.param, random.Random(f"{request.node.name} {seed}"))
+    yield kind
+    for turns in kind.turns:
+        turns.end()
+
+
+@pytest.fixture
+def make_small(runtime_kind: RuntimeKind) -> Iterator[MakeSmall]:
     """`make_small(l1=…, l2=…, mode=…, …)`; everything is closed at the end."""
     opened: list[Small] = []
 
@@ -224,7 +326,6 @@ def make_small() -> Iterator[MakeSmall]:
         backend_cap: float = 0.75,
         make_device: Callable[[Timeline], Device] = CpuDevice,
         runner: GatedRunner | None = None,
-        runtime_options: Mapping[str, Any] | None = None,
         **scheduler: Any,
     ) -> Small:
         components = (KV, INDEX) if two_pools else (KV,)
@@ -244,9 +345,8 @@ def make_small() -> Iterator[MakeSmall]:
             staging=StagingSettings(total_bytes=l2 * stride, backend_cap=backend_cap),
             mode=StagingMode(mode),
         )
-        runtime = LocalGPURuntime(
-            settings, runner, worker, make_device=make_device, **(runtime_options or {})
-        )
+        options = {"make_device": make_device, **runtime_kind.options()}
+        runtime = LocalGPURuntime(settings, runner, worker, **options)
         cache = CacheControl(
             TreeCore(policy_class("eviction", "lru")(), 10**6),
             policy_class("write", "write_through")(),
@@ -263,8 +363,10 @@ def make_small() -> Iterator[MakeSmall]:
                 page_tokens=PAGE, max_context_tokens=4096, max_requests=max_rows, **scheduler
             ),
         )
-        opened.append(Small(runtime, engine, runner, backend))
-        return opened[-1]
+        small = Small(runtime, engine, runner, backend)
+        runtime_kind.change(small)
+        opened.append(small)
+        return small
 
     yield make
     for small in opened:
