@@ -34,9 +34,15 @@ class LocalCluster:
     ties them to the thread that starts them). One thread uses it."""
 
     def __init__(
-        self, options: MooncakeOptions, stores: int, master_flags: Sequence[str] = ()
+        self,
+        options: MooncakeOptions,
+        stores: int,
+        master_flags: Sequence[str] = (),
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Raises `ConfigError` for a master that cannot be on this machine, or without its HTTP
+        """`should_stop`: asked while it starts; then it gives up without an error.
+
+        Raises `ConfigError` for a master that cannot be on this machine, or without its HTTP
         server, which tells when the stores are there."""
         load_client()
         if options.admin_address is None:
@@ -51,6 +57,7 @@ class LocalCluster:
         self._admin = Admin(options.admin_address, 1.0)
         self._flags = tuple(master_flags)
         self._wanted = stores
+        self._should_stop = should_stop
         self._folder = tempfile.TemporaryDirectory(prefix="kvstrata-mooncake-")
         self.master: subprocess.Popen[bytes] | None = None
         self.stores: list[subprocess.Popen[bytes]] = []
@@ -65,6 +72,8 @@ class LocalCluster:
         try:
             self.start_master(deadline_s)
             for _ in range(self._wanted):
+                if self._should_stop():
+                    return
                 self.start_store(deadline_s)
         except BaseException:
             self.stop()
@@ -108,16 +117,16 @@ class LocalCluster:
         store = self._spawn(command, title, dict(os.environ))
         self.stores.append(store)
         self._wait(store, title, lambda: set(self._segments()) > known, deadline_s)
-        self.names.append(next(iter(set(self._segments()) - known)))
+        self.names += sorted(set(self._segments()) - known)
 
-    def stop(self) -> None:
-        """Idempotent."""
+    def stop(self, deadline_s: float = _STOP_S) -> None:
+        """SIGTERM, and SIGKILL for what is left at the deadline. Idempotent."""
         running = [p for p in (*self.stores, self.master) if p is not None]
         for process in running:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-        end = time.monotonic() + _STOP_S
+        end = time.monotonic() + deadline_s
         for process in running:
             try:
                 process.wait(max(0.0, end - time.monotonic()))
@@ -210,7 +219,7 @@ class LocalCluster:
         deadline_s: float,
     ) -> None:
         end = time.monotonic() + deadline_s
-        while not is_ready():
+        while not (is_ready() or self._should_stop()):
             if process.poll() is not None:
                 raise StorageError(
                     f"the {title} has ended with {process.returncode}: {self._log(title)}"

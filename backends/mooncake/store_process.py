@@ -24,8 +24,10 @@ _POLL_S = 0.05
 _CLOSE_S = 5.0
 
 
-def serve(options: MooncakeOptions, on_ready: Callable[[str], None]) -> None:
-    """Give `options.segment_size` bytes until stdin ends or a signal comes. A master that is away
+def serve(
+    options: MooncakeOptions, on_ready: Callable[[str], None], *, until_stdin_ends: bool = True
+) -> None:
+    """Give `options.segment_size` bytes until a signal comes or stdin ends. A master that is away
     is waited for. Raises `ConfigError` for what can never work."""
     asked, ask = os.pipe()
 
@@ -36,13 +38,14 @@ def serve(options: MooncakeOptions, on_ready: Callable[[str], None]) -> None:
         signal.signal(number, stop)
     link = Link(options, transport(options), lambda client: None, lambda view: None)
     link.start("store")
+    watched = [asked, sys.stdin.fileno()] if until_stdin_ends else [asked]
     is_ready = False
     while True:
         if not is_ready and not link.view.problem:
             with link.use() as client:
                 on_ready(client.name)
             is_ready = True
-        ended, _, _ = select.select([asked, sys.stdin], [], [], None if is_ready else _POLL_S)
+        ended, _, _ = select.select(watched, [], [], None if is_ready else _POLL_S)
         if asked in ended or (ended and not os.read(sys.stdin.fileno(), 4096)):
             break
     link.close(_CLOSE_S)
