@@ -11,14 +11,18 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
 from kvstrata.boundary import Outcome
 
-API_VERSION = 1
-"""Version of this contract. A plugin with another `api_version` is refused with a clear message."""
+API_VERSION = 2
+"""Version of this contract. 2 adds `StorageBackend.isolation`, which a backend of version 1 takes
+over from its base class."""
+
+SUPPORTED_VERSIONS = (1, 2)
+"""A plugin with another `api_version` is refused with a clear message."""
 
 Buffer = memoryview
 """A writable (reads) or readable (writes) contiguous byte view, one dimension, format "B"."""
@@ -141,6 +145,26 @@ class NoOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Options of a backend that has none."""
 
 
+class Isolation(enum.Enum):
+    """Where the instance of a backend lives."""
+
+    THREAD = "thread"
+    """In the server's process, on threads of its worker. Enough for what only waits or fails."""
+    PROCESS = "process"
+    """In a process of its own, which maps the same buffers: for what may hold the interpreter lock,
+    crash, or leak."""
+
+
+@runtime_checkable
+class SupportsKill(Protocol):
+    """A backend whose calls can be ended from outside."""
+
+    def kill(self, why: str) -> None:
+        """End all calls under way, at once; they raise `StorageUnavailableError`, when nothing
+        touches their buffers any more. Any thread."""
+        ...
+
+
 class StorageBackend(ABC):
     """A place for frames.
 
@@ -165,6 +189,9 @@ class StorageBackend(ABC):
     """
 
     api_version: ClassVar[int] = API_VERSION
+    isolation: ClassVar[Isolation] = Isolation.THREAD
+    """Where instances live if the config file does not say. `PROCESS`: importing the module and
+    constructing an instance, which happen in the server too, must still be harmless."""
     Options: ClassVar[type[msgspec.Struct]] = NoOptions
     """Schema of the plugin's table in the config file (frozen, `forbid_unknown_fields`). Its
     `__post_init__` may raise ValueError with a message and remedy for impossible values."""

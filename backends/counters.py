@@ -10,9 +10,6 @@ from kvstrata.backends.jobs import Chunk, Job, Operation
 from kvstrata.boundary import Outcome
 
 _T = TypeVar("_T")
-
-_UNWELL = (Outcome.ERROR, Outcome.ACCESS, Outcome.UNAVAILABLE)
-_NOT_DONE = (*_UNWELL, Outcome.PARENT_MISSING)
 _MOVED = (Outcome.LOADED, Outcome.STORED)
 
 
@@ -27,12 +24,12 @@ class Counters:
         self.queue_s = dict.fromkeys(Operation, 0.0)
         self.io_s = dict.fromkeys(Operation, 0.0)
         self.check_s = dict.fromkeys(Operation, 0.0)
+        self.copy_s = dict.fromkeys(Operation, 0.0)
+        self.retries = dict.fromkeys(Operation, 0)
         self.late_pages = 0
         self.corrupt_deleted = 0
         self.callback_errors = 0
-        self.failing_calls = 0
-        """Calls since the last one that the backend was well in."""
-        self.failure = ""
+        self.kills = 0
 
     def snapshot(self) -> dict[str, Any]:
         """The fields of `WorkerStats` that are counted here."""
@@ -44,20 +41,20 @@ class Counters:
             "queue_s": _by_name(self.queue_s),
             "io_s": _by_name(self.io_s),
             "check_s": _by_name(self.check_s),
+            "copy_s": _by_name(self.copy_s),
+            "retries": _by_name(self.retries),
             "late_pages": self.late_pages,
             "corrupt_deleted": self.corrupt_deleted,
             "callback_errors": self.callback_errors,
+            "kills": self.kills,
         }
 
-    def add_call(self, chunk: Chunk) -> None:
-        """Whether the backend was well: a page that is missing or does not fit is no failure."""
-        results = chunk.results
-        first = results[0].outcome if results else chunk.failure
-        if first not in _UNWELL or any(r.outcome not in _NOT_DONE for r in results):
-            self.failing_calls = 0
-        else:
-            self.failing_calls += 1
-            self.failure = results[0].message if results else first.value
+    def add_call(self, operation: Operation, chunk: Chunk) -> None:
+        self.calls[operation] += 1
+        self.io_s[operation] += chunk.io_s
+        self.check_s[operation] += chunk.check_s
+        self.copy_s[operation] += chunk.copy_s
+        self.corrupt_deleted += chunk.corrupt_deleted
 
     def add_job(self, job: Job) -> None:
         self.jobs[job.operation] += 1

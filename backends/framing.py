@@ -23,6 +23,7 @@ from kvstrata.backends.frame import (
 )
 from kvstrata.backends.jobs import Chunk, Operation, PageIO
 from kvstrata.backends.outcomes import failure, outcome_of
+from kvstrata.backends.phases import take_copy
 from kvstrata.backends.unreadable import Unreadable
 from kvstrata.boundary import Outcome
 from kvstrata.errors import CorruptFrameError, StorageError
@@ -59,7 +60,7 @@ class FrameIO:
         """Call the backend for `items` (at most `max_batch`). Never raises.
 
         Whatever a plugin raises, `SystemExit` included, is the result of this chunk: a worker
-        thread does not end before `close`. (Retry and breaker belong around this call.)
+        thread does not end before `close`.
         """
         start = time.perf_counter()
         try:
@@ -70,6 +71,8 @@ class FrameIO:
             chunk = Chunk([failure(error)] * len(items), failure=outcome_of(error))
             chunk.io_s = time.perf_counter() - start
         chunk.items = len(items)
+        chunk.copy_s = min(take_copy(), chunk.io_s)
+        chunk.io_s -= chunk.copy_s
         return chunk
 
     def _lookup(self, objects: Sequence[ObjectId]) -> Chunk:

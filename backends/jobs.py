@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvstrata.backends.base import ObjectId, PageResult
+from kvstrata.backends.policies import BreakerSettings, RateSettings, RetrySettings
 from kvstrata.boundary import Outcome
 
 
@@ -51,6 +52,8 @@ class JobResult:
     """In calls of the backend."""
     check_s: float = 0.0
     """Framing, checksums."""
+    copy_s: float = 0.0
+    """Copying payloads on their way to the backend's process or client."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,12 +68,26 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stores); more are answered with OVERLOADED."""
     full_poll_s: float = 0.05
     """How often a store that waits for room tries again, if the backend reports no eviction."""
+    queue_s: float = 10.0
+    """With `on_full = "drop"`, a store that would wait longer, at the pace of the last ones, is
+    dropped: OVERLOADED."""
+    retry: RetrySettings = RetrySettings()
+    breaker: BreakerSettings = BreakerSettings()
+    rate: RateSettings = RateSettings()
+    open_deadline_s: float = 60.0
+    """For the backend's `open`."""
+    ask_deadline_s: float = 2.0
+    """For `usage` and `health`, and for each step of `scan`."""
+    kill_after_s: float = 5.0
+    """A backend that can be killed (isolation "process") is, when a call runs so long past its
+    deadline."""
 
     def __post_init__(self) -> None:
         if self.queue_pages < 1:
             raise ValueError(f"queue_pages is {self.queue_pages}: give at least 1")
-        if not 0 < self.full_poll_s < math.inf:
-            raise ValueError(f"full_poll_s is {self.full_poll_s}: give seconds above 0")
+        for key in ("full_poll_s", "queue_s", "open_deadline_s", "ask_deadline_s", "kill_after_s"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key} is {getattr(self, key)}: give seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +106,28 @@ class WorkerStats:
     queue_s: dict[str, float]
     io_s: dict[str, float]
     check_s: dict[str, float]
+    copy_s: dict[str, float]
+    retries: dict[str, int]
+    """Calls that were made again."""
     late_pages: int
     """Pages whose call came back after their deadline; the result was thrown away."""
     corrupt_deleted: int
     """Corrupt objects that were deleted, so that they can be stored anew."""
     callback_errors: int
     """Callbacks that raised (a bug of the caller; logged)."""
+    probes: int
+    """Times that the backend was asked for a page that it does not have."""
+    breaker_opened: int
+    kills: int
+    """Times that the backend was killed because a call ran too long past its deadline."""
     abandoned_threads: int
     """Threads that were stuck in the backend when `close` ran out of time."""
     queued_pages_now: dict[str, int]
     running_jobs_now: int
     waiting_for_room_now: int
     """Stores that wait because the backend is full."""
+    store_wait_s_now: float
+    """How long a store would wait that came now, at the pace of the last ones."""
 
 
 @dataclass(slots=True)
@@ -114,6 +141,7 @@ class Chunk:
     items: int = 0
     io_s: float = 0.0
     check_s: float = 0.0
+    copy_s: float = 0.0
     corrupt_deleted: int = 0
     failure: Outcome | None = None
     """Lookups and drops: why the call failed."""
@@ -125,6 +153,8 @@ class JobState(enum.Enum):
     """A store whose parent, or the same page, is being stored by an earlier job."""
     PARKED = "parked"
     """A store that found the backend full."""
+    DELAYED = "delayed"
+    """Failed, and will be tried again."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -133,12 +163,15 @@ class Job:
     """One submitted job: the worker's own record. Every field is guarded by the worker's lock."""
 
     __slots__ = (
+        "attempts",
         "check_s",
+        "copy_s",
         "count",
         "deadline",
         "dependents",
         "done",
         "io_s",
+        "is_probe",
         "items",
         "limit",
         "next",
@@ -176,5 +209,9 @@ class Job:
         self.count = 0
         self.waits = 0
         self.dependents: list[Job] = []
-        self.queue_s = self.io_s = self.check_s = 0.0
+        self.queue_s = self.io_s = self.check_s = self.copy_s = 0.0
         self.queued_at = 0.0
+        self.attempts = 0
+        """Calls that failed so that they may be made again."""
+        self.is_probe = False
+        """A lookup of the worker's own; not counted with those of others."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.backends.base import API_VERSION, StorageBackend
+from kvstrata.backends.base import SUPPORTED_VERSIONS, Isolation, StorageBackend
 from kvstrata.errors import ConfigError, PluginError, Where
 
 GROUP = "kvstrata.backends"
@@ -135,15 +135,17 @@ def _checked(title: str, found: object) -> type[StorageBackend]:
     if not (isinstance(found, type) and issubclass(found, StorageBackend)):
         raise refuse(f"is {found!r}, not a subclass of kvstrata.backends.StorageBackend")
     version = found.api_version
-    if version != API_VERSION:
+    if version not in SUPPORTED_VERSIONS:
         raise refuse(
             f"is written for version {version} of the storage contract; "
-            f"this is version {API_VERSION}",
+            f"supported are {' and '.join(map(str, SUPPORTED_VERSIONS))}",
             "install a version of the plugin for this contract",
         )
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise refuse(f"does not implement {missing}")
+    if not isinstance(found.isolation, Isolation):
+        raise refuse(f"has isolation {found.isolation!r}, not a member of Isolation")
     options = found.Options
     if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
         raise refuse("has Options that are not a msgspec.Struct")

@@ -1,12 +1,12 @@
-"""Which job of a storage worker runs next, and when each one ends.
+"""Which job of a storage worker runs next, and what becomes of it.
 
 Pure bookkeeping: no thread, no clock, no backend. Every method is called with the worker's lock
 held and takes the time as an argument; callbacks become notices, which the worker runs without
 the lock.
 
     submit ──▶ QUEUED ──take──▶ RUNNING ──progress──▶ ENDED
-                 ▲ ▲               │  │
-                 │ └── next chunk ─┘  └─ no room ─▶ PARKED ─ room ─▶ QUEUED
+                 ▲ ▲               │  ├─ no room ─▶ PARKED ─ room ─▶ QUEUED
+                 │ └── next chunk ─┘  └─ failed ─▶ DELAYED ─ back-off ─▶ QUEUED
                  └── WAITING (a store, until an earlier job stored its parent or the same page)
 
 A job is *reported* once (its `done`): when it ends, or at its deadline if it is running then. It
@@ -16,72 +16,54 @@ is *retired* once (its `released`): when no thread touches its buffers any more.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections import deque
-from collections.abc import Callable
-from functools import partial
 
-from kvstrata.backends.base import PageResult
-from kvstrata.backends.chains import StoreOrder
-from kvstrata.backends.counters import Counters
-from kvstrata.backends.jobs import (
-    Chunk,
-    Job,
-    JobResult,
-    JobState,
-    Operation,
-    WorkerSettings,
-    WorkerStats,
-)
-from kvstrata.boundary import Outcome
+from kvstrata.backends.base import ObjectId
+from kvstrata.backends.book import MUTATIONS, JobBook
+from kvstrata.backends.breaker import Condition, State
+from kvstrata.backends.jobs import Chunk, Job, JobState, Operation, WorkerSettings, WorkerStats
+from kvstrata.backends.policies import RETRYABLE, Rate, Retry
+from kvstrata.boundary import KEY_BYTES, Outcome
 
-Notice = Callable[[], None]
+PROBE = ObjectId(bytes(KEY_BYTES), b"kvstrata probe".ljust(KEY_BYTES, b"\0"))
+"""What no backend has. (No digest is known that is zero.)"""
+_LATE = "a call did not return before its deadline"
+_PACE = 0.2
+"""Weight of the newest store in the measured pace."""
 
 
-class Schedule:
-    """All jobs that were submitted and are not retired."""
+class Schedule(JobBook):
+    """The rules: urgency, deadlines, retries, breakers, rates, and what is refused."""
 
-    def __init__(self, settings: WorkerSettings, mutators: int) -> None:
-        self.settings = settings
-        self.counters = Counters()
-        self.running = 0
-        self._mutators = mutators
-        self._mutating = 0
-        self._queues: dict[Operation, deque[Job]] = {op: deque() for op in Operation}
-        self._queued_pages = dict.fromkeys(Operation, 0)
-        self._parked: list[Job] = []
-        self._unpark_at = math.inf
-        self._live: set[Job] = set()
-        self._stores = 0
-        self._order = StoreOrder()
-        self._alarms: list[tuple[float, int, Job]] = []
-        self._numbers = itertools.count()
-        self._ready: list[Job] = []
-        """Stores that wait for nothing any more and are not admitted yet."""
-        self._notices: list[Notice] = []
-        self._closing = False
-
-    # ── questions ────────────────────────────────────────────────────────────────────────────────
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        threads: int,
+        max_batch: int,
+        now: float,
+        *,
+        can_kill: bool = False,
+    ) -> None:
+        super().__init__(settings, max(1, threads - 1))
+        self.condition = Condition(settings.breaker, now)
+        self.kill_wanted = ""
+        """Why the backend is to be killed; the worker does it, and clears this."""
+        self._threads, self._max_batch = threads, max_batch
+        self._kill_after_s = settings.kill_after_s if can_kill else math.inf
+        self._retry, self._rate = Retry(settings.retry), Rate(settings.rate)
+        self._throttled = False
+        self._delayed: list[tuple[float, int, Job]] = []
+        self._store_page_s = 0.0
 
     @property
-    def idle(self) -> bool:
-        return not self._live
-
-    @property
-    def waiting_for_room(self) -> int:
-        return len(self._parked)
-
-    @property
-    def queued_pages(self) -> dict[str, int]:
-        return {op.value: pages for op, pages in self._queued_pages.items()}
-
-    @property
-    def has_notices(self) -> bool:
-        return bool(self._notices)
+    def store_wait_s(self) -> float:
+        """How long a store would wait that came now, at the measured pace."""
+        return self._queued_pages[Operation.STORE] * self._store_page_s / self._mutators
 
     def runnable(self) -> int:
         """How many queued jobs a free thread could take now."""
+        if self._throttled:
+            return 0
         queues = self._queues
         mutations = len(queues[Operation.DROP]) + len(queues[Operation.STORE])
         room = self._mutators - self._mutating
@@ -90,23 +72,21 @@ class Schedule:
     def next_wake(self) -> float:
         """When `expire` has something to do."""
         alarm = self._alarms[0][0] if self._alarms else math.inf
-        return min(alarm, self._unpark_at)
-
-    def overdue(self) -> int:
-        """Jobs whose call of the backend is running past their deadline."""
-        return sum(job.reported for job in self._live) if self.running else 0
-
-    def take_notices(self) -> list[Notice]:
-        notices, self._notices = self._notices, []
-        return notices
+        delayed = self._delayed[0][0] if self._delayed else math.inf
+        probe = math.inf if self._closing else self.condition.next_probe()
+        throttle = self._rate.free_at if self._throttled else math.inf
+        return min(alarm, self._unpark_at, delayed, probe, throttle)
 
     def stats(self, abandoned_threads: int) -> WorkerStats:
         return WorkerStats(
             **self.counters.snapshot(),
+            probes=self.condition.probes,
+            breaker_opened=self.condition.reads.opened + self.condition.writes.opened,
             abandoned_threads=abandoned_threads,
             queued_pages_now=self.queued_pages,
             running_jobs_now=self.running,
             waiting_for_room_now=self.waiting_for_room,
+            store_wait_s_now=self.store_wait_s,
         )
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
@@ -126,11 +106,13 @@ class Schedule:
             self._end(job, None)
         elif job.deadline <= now:
             self._end(job, Outcome.TIMEOUT)
+        elif self.condition.of(operation).state is State.OPEN:
+            self._end(job, Outcome.UNAVAILABLE)
         elif is_crowded:
             self._end(job, Outcome.OVERLOADED)
         else:
             if job.deadline < math.inf:
-                heapq.heappush(self._alarms, (job.deadline, next(self._numbers), job))
+                self._alarm(job.deadline, job)
             if operation is Operation.STORE:
                 self._order.add(job)
             if job.waits == 0 and not self._admit(job):
@@ -138,32 +120,26 @@ class Schedule:
 
     def take(self, now: float) -> Job | None:
         """The most urgent job that may run; it is RUNNING and its caller owns it."""
-        queues = self._queues
-        if queues[Operation.LOOKUP]:
-            job = queues[Operation.LOOKUP].popleft()
-        elif queues[Operation.LOAD]:
-            job = queues[Operation.LOAD].popleft()
-        elif self._mutating == self._mutators:
+        if now < self._rate.free_at:
+            self._throttled = True
             return None
-        elif queues[Operation.DROP]:
-            job = queues[Operation.DROP].popleft()
-        elif queues[Operation.STORE]:
-            job = queues[Operation.STORE].popleft()
-        else:
-            return None
-        self._queued_pages[job.operation] -= len(job.items) - job.next
-        self._start(job)
-        job.queue_s += now - job.queued_at
-        return job
+        for operation, queue in self._queues.items():
+            if queue and self._may_run(operation, queue[0]):
+                job = queue.popleft()
+                self._queued_pages[operation] -= len(job.items) - job.next
+                self._start(job)
+                job.queue_s += now - job.queued_at
+                self._charge(job, now)
+                return job
+        return None
 
     def progress(self, job: Job, chunk: Chunk, now: float) -> None:
         """The call that `job` was taken for has returned."""
         counters, operation = self.counters, job.operation
-        counters.calls[operation] += 1
-        counters.add_call(chunk)
-        counters.io_s[operation] += chunk.io_s
-        counters.check_s[operation] += chunk.check_s
-        counters.corrupt_deleted += chunk.corrupt_deleted
+        if job.is_probe:
+            self._progress_probe(job, chunk, now)
+            return
+        counters.add_call(operation, chunk)
         if chunk.corrupt_deleted:
             self.unpark()
         if job.reported:
@@ -172,13 +148,16 @@ class Schedule:
             return
         job.io_s += chunk.io_s
         job.check_s += chunk.check_s
+        job.copy_s += chunk.copy_s
+        if self.condition.note_call(operation, chunk, now):
+            self._refuse_waiting(operation)
         if operation is Operation.STORE:
             self._progress_store(job, chunk, now)
         elif operation is Operation.LOAD:
-            job.results.extend(chunk.results)
-            self._advance(job, chunk.items, now)
+            self._progress_load(job, chunk, now)
         elif chunk.failure is not None:
-            self._end(job, chunk.failure)
+            if not self._try_again(job, chunk.failure, now):
+                self._end(job, chunk.failure)
         else:
             job.count += chunk.count
             if operation is Operation.DROP and chunk.count:
@@ -189,46 +168,51 @@ class Schedule:
                 self._advance(job, chunk.items, now)
 
     def expire(self, now: float) -> None:
-        """Report every job whose deadline has passed; let parked stores try again."""
+        """Report every job whose deadline has passed; let go on what waited until now; probe."""
         while self._alarms and self._alarms[0][0] <= now:
             job = heapq.heappop(self._alarms)[2]
-            if job.reported:
-                continue
-            if job.state is JobState.RUNNING:
+            if job.state is JobState.RUNNING and job.reported:
+                self.kill_wanted = f"{_LATE}, nor {self._kill_after_s} s later"
+            elif job.state is JobState.RUNNING:
                 self._report(job, Outcome.TIMEOUT)
                 self._resolve()
-            else:
+                self._note_late(job, now)
+            elif not job.reported:
                 job.queue_s += now - job.queued_at
                 self._end(job, Outcome.TIMEOUT)
+                if job.is_probe:
+                    self.condition.probing = False
+                    if self.condition.note_probe_late(now):
+                        self._refuse_waiting(Operation.LOOKUP)
+        while self._delayed and self._delayed[0][0] <= now:
+            job = heapq.heappop(self._delayed)[2]
+            if job.state is JobState.DELAYED:
+                job.state = JobState.QUEUED
+                self._queues[job.operation].appendleft(job)
         if now >= self._unpark_at:
             self.unpark()
-
-    def unpark(self) -> None:
-        """There may be room: parked stores are the first in the queue, in their order."""
-        queue = self._queues[Operation.STORE]
-        for job in reversed(self._parked):
-            job.state = JobState.QUEUED
-            queue.appendleft(job)
-        self._parked.clear()
-        self._unpark_at = math.inf
-
-    def cancel_waiting(self) -> None:
-        """From now on nothing is queued: what waits ends as CANCELLED."""
-        self._closing = True
-        for job in [job for job in self._live if job.state is not JobState.RUNNING]:
-            if job.state is not JobState.ENDED:
-                self._end(job, Outcome.CANCELLED)
-
-    def cancel_running(self) -> None:
-        """Report what still runs as CANCELLED; it is retired when its call returns."""
-        for job in self._live:
-            if not job.reported:
-                self._report(job, Outcome.CANCELLED)
-        self._resolve()
+        self._throttled = self._throttled and now < self._rate.free_at
+        if now >= self.condition.next_probe() and not self._closing:
+            self._send_probe(now)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
+    def _progress_load(self, job: Job, chunk: Chunk, now: float) -> None:
+        results = chunk.results
+        failed = next((i for i, r in enumerate(results) if r.outcome in RETRYABLE), None)
+        if failed is not None:
+            job.next += failed
+            if self._try_again(job, results[failed].outcome, now):
+                job.results.extend(results[:failed])
+                return
+            job.next -= failed
+        job.results.extend(results)
+        self._advance(job, chunk.items, now)
+
     def _progress_store(self, job: Job, chunk: Chunk, now: float) -> None:
+        pace = (chunk.io_s + chunk.check_s + chunk.copy_s) / max(1, chunk.items)
+        known = self._store_page_s
+        self._store_page_s = known + _PACE * (pace - known) if known else pace
         stored = 0
         for result in chunk.results:
             if not result.outcome.is_stored:
@@ -247,7 +231,7 @@ class Schedule:
             if not self._parked:
                 self._unpark_at = now + self.settings.full_poll_s
             self._parked.append(job)
-        else:
+        elif not self._try_again(job, first.outcome, now):
             job.results.append(first)
             self._end(job, Outcome.PARENT_MISSING)
 
@@ -264,122 +248,98 @@ class Schedule:
             self._queues[job.operation].appendleft(job)
 
     def _is_crowded(self, operation: Operation, pages: int) -> bool:
-        """Whether so many more do not fit into the queue. Stores that may wait always do: their
-        buffers, which the caller has lent, bound them."""
-        if operation is Operation.STORE and self.settings.on_full == "block":
-            return False
+        """Whether so many more do not fit into the queue, or into the time that a store may wait.
+        Stores that may wait always do: their buffers, which the caller has lent, bound them."""
+        if operation is Operation.STORE:
+            if self.settings.on_full == "block":
+                return False
+            if self.store_wait_s > self.settings.queue_s:
+                return True
         queued = self._queued_pages[operation]
         return queued > 0 and queued + pages > self.settings.queue_pages
 
-    def _admit(self, job: Job) -> bool:
-        """Queue a job that waits for nothing; False if its first page has lost its parent."""
-        if job.operation is Operation.STORE:
-            job.limit = self._order.first_orphan(job)
-            if job.limit == 0:
-                return False
-        job.state = JobState.QUEUED
-        self._queues[job.operation].append(job)
+    def _may_run(self, operation: Operation, job: Job) -> bool:
+        is_mutation = operation in MUTATIONS
+        if is_mutation and self._mutating == self._mutators:
+            return False
+        if self.condition.of(operation).state is not State.HALF_OPEN or job.is_probe:
+            return True
+        running = self._mutating if is_mutation else self.running - self._mutating
+        return running == 0  # one at a time is a trial
+
+    def _charge(self, job: Job, now: float) -> None:
+        if self._rate.is_bounded and not job.is_probe:
+            items = job.items[job.next : min(job.next + self._max_batch, job.limit)]
+            has_payload = job.operation in (Operation.LOAD, Operation.STORE)
+            nbytes = sum(page.payload.nbytes for page in items) if has_payload else 0
+            self._rate.charge(nbytes, len(items), now)
+
+    def _try_again(self, job: Job, outcome: Outcome, now: float) -> bool:
+        """Delay `job`, which failed with `outcome`, if it may be tried again. The call has
+        returned, so its buffers are free to be used by the next one."""
+        if outcome not in RETRYABLE or self._closing:
+            return False
+        if self.condition.of(job.operation).state is State.OPEN:
+            return False
+        at = self._retry.next_at(job.attempts + 1, now, job.deadline)
+        if at is None:
+            return False
+        job.attempts += 1
+        self.counters.retries[job.operation] += 1
+        self._stop(job, JobState.DELAYED, now)
+        self._queued_pages[job.operation] += len(job.items) - job.next
+        heapq.heappush(self._delayed, (at, next(self._numbers), job))
         return True
 
-    def _start(self, job: Job) -> None:
-        job.state = JobState.RUNNING
-        self.running += 1
-        self._mutating += job.operation in (Operation.STORE, Operation.DROP)
+    def _refuse_waiting(self, operation: Operation) -> None:
+        """The breaker has opened: what waits is answered now."""
+        breaker = self.condition.of(operation)
+        for job in list(self._live):
+            if job.is_probe or job.state in (JobState.RUNNING, JobState.ENDED):
+                continue
+            if self.condition.of(job.operation) is breaker:
+                self._end(job, Outcome.UNAVAILABLE)
 
-    def _stop(self, job: Job, state: JobState, now: float) -> None:
-        job.state = state
-        job.queued_at = now
-        self.running -= 1
-        self._mutating -= job.operation in (Operation.STORE, Operation.DROP)
-
-    def _end(self, job: Job, rest: Outcome | None) -> None:
-        """Report `job`, `rest` being the outcome of what was not handled, and retire it."""
-        self._report(job, rest)
-        self._retire(job)
-        self._resolve()
-
-    def _report(self, job: Job, rest: Outcome | None) -> None:
-        operation, counters = job.operation, self.counters
-        job.reported = True
-        counters.add_job(job)
-        if operation in (Operation.LOOKUP, Operation.DROP):
-            failed = rest is not None
-            left = len(job.items) - job.count
-            if operation is Operation.LOOKUP and failed:
-                job.count, left = 0, len(job.items)
-            counters.add_outcome(operation, Outcome.EXISTS, job.count)
-            counters.add_outcome(operation, rest or Outcome.MISSING, left)
-            self._notices.append(partial(job.done, job.count))
-            return
-        missing = len(job.items) - len(job.results)
-        if missing and rest is not None:
-            if job.state is JobState.PARKED and rest is Outcome.TIMEOUT:
-                job.results.append(PageResult(Outcome.FULL, 0, "no room before the deadline"))
-                missing, rest = missing - 1, Outcome.PARENT_MISSING
-            job.results.extend(itertools.repeat(PageResult(rest), missing))
-        counters.add_results(operation, job.results)
-        if operation is Operation.STORE:
-            self._ready += self._order.record(job)
-        result = JobResult(tuple(job.results), job.queue_s, job.io_s, job.check_s)
-        self._notices.append(partial(job.done, result))
-
-    def _resolve(self) -> None:
-        """Admit or end the stores that waited for jobs just reported (a list, not a recursion)."""
-        while self._ready:
-            job = self._ready.pop()
-            if self._closing:
-                self._report(job, Outcome.CANCELLED)
-                self._retire(job)
-            elif not self._admit(job):
-                self._report(job, Outcome.PARENT_MISSING)
-                self._retire(job)
-
-    def _retire(self, job: Job) -> None:
-        """No thread touches the buffers of `job` any more."""
-        if job.state is JobState.RUNNING:
-            self._stop(job, JobState.ENDED, job.queued_at)
+    def _note_late(self, job: Job, now: float) -> None:
+        """A call runs past its deadline."""
+        condition, operation = self.condition, job.operation
+        if self._kill_after_s < math.inf:
+            self._alarm(job.deadline + self._kill_after_s, job)
+        if job.is_probe:
+            opened = condition.note_probe_late(now)
         else:
-            self._queued_pages[job.operation] -= len(job.items) - job.next
-            if job.state is JobState.QUEUED:
-                self._queues[job.operation].remove(job)
-            elif job.state is JobState.PARKED:
-                self._parked.remove(job)
-                if not self._parked:
-                    self._unpark_at = math.inf
-        job.state = JobState.ENDED
-        job.items = ()
-        self._live.discard(job)
-        if job.released is not None:
-            self._notices.append(job.released)
-        if job.operation is Operation.STORE:
-            self._stores -= 1
-            if self._stores == 0:
-                self._order.forget()
-        if len(self._alarms) > 64 and len(self._alarms) > 4 * len(self._live):
-            self._alarms = [alarm for alarm in self._alarms if not alarm[2].reported]
-            heapq.heapify(self._alarms)
+            opened = condition.of(operation).failed(operation, Outcome.TIMEOUT, _LATE, now)
+        if opened:
+            self._refuse_waiting(operation)
+        late = [other for other in self._live if other.reported]
+        if len(late) == self._threads and condition.reads.open(now):
+            self._refuse_waiting(Operation.LOAD)
+        if self._are_writes_stuck() and condition.writes.open(now):
+            self._refuse_waiting(Operation.STORE)
 
-    def check_integrity(self) -> None:
-        """Assert what must hold between any two transitions."""
-        states: dict[JobState, int] = dict.fromkeys(JobState, 0)
-        pages = dict.fromkeys(Operation, 0)
-        for job in self._live:
-            states[job.state] += 1
-            if job.state is not JobState.RUNNING:
-                pages[job.operation] += len(job.items) - job.next
-            assert job.reported is False or job.state is JobState.RUNNING
-            assert (job.waits > 0) == (job.state is JobState.WAITING)
-        assert states[JobState.ENDED] == 0
-        assert states[JobState.RUNNING] == self.running
-        assert states[JobState.PARKED] == len(self._parked)
-        assert states[JobState.QUEUED] == sum(len(q) for q in self._queues.values())
-        assert all(j.state is JobState.QUEUED for q in self._queues.values() for j in q)
-        assert pages == self._queued_pages
-        assert 0 <= self._mutating <= self._mutators
-        assert self._mutating <= self.running
-        assert self._stores == sum(j.operation is Operation.STORE for j in self._live)
-        assert not self._ready
-        assert self._live or not self._parked
-        self._order.check_integrity(self._live)
-        waiting = [j for j in self._live if j.deadline < math.inf and not j.reported]
-        assert {id(j) for j in waiting} <= {id(alarm[2]) for alarm in self._alarms}
+    def _are_writes_stuck(self) -> bool:
+        late = sum(job.reported and job.operation in MUTATIONS for job in self._live)
+        return late == self._mutators
+
+    def _send_probe(self, now: float) -> None:
+        job = Job(
+            Operation.LOOKUP, (PROBE,), now + self.settings.breaker.probe_deadline_s, _no, None
+        )
+        job.is_probe, job.queued_at = True, now
+        self.condition.sent_probe(now)
+        self._live.add(job)
+        self._probes += 1
+        self._queued_pages[job.operation] += 1
+        self._alarm(job.deadline, job)
+        self._queues[job.operation].appendleft(job)
+
+    def _progress_probe(self, job: Job, chunk: Chunk, now: float) -> None:
+        opened = self.condition.note_probe(chunk, now, writes_stuck=self._are_writes_stuck())
+        job.reported, self.condition.probing = True, False
+        self._retire(job)
+        if opened:
+            self._refuse_waiting(Operation.LOOKUP)
+
+
+def _no(_: object) -> None:
+    """Nobody waits for a probe."""

@@ -22,10 +22,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from kvstrata.backends.asks import Asks, close_backend, limits_of
 from kvstrata.backends.base import (
     BackendContext,
     Health,
@@ -33,8 +34,11 @@ from kvstrata.backends.base import (
     HostRegion,
     ObjectId,
     StorageBackend,
+    StoredObject,
+    SupportsKill,
     Usage,
 )
+from kvstrata.backends.book import Notice
 from kvstrata.backends.clock import MAX_WAIT_S, Clock, wait_on
 from kvstrata.backends.framing import FrameIO
 from kvstrata.backends.jobs import (
@@ -46,9 +50,8 @@ from kvstrata.backends.jobs import (
     WorkerStats,
 )
 from kvstrata.backends.regions import HeaderRegion
-from kvstrata.backends.schedule import Notice, Schedule
+from kvstrata.backends.schedule import Schedule
 from kvstrata.backends.unreadable import Unreadable
-from kvstrata.errors import KvstrataError, PluginError, StorageError
 
 __all__ = ["JobResult", "PageIO", "StorageWorker", "WorkerSettings", "WorkerStats"]
 
@@ -56,8 +59,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_IN_A_CALL = 1024
 """Pages, however many a backend would take: each needs a header buffer in each thread."""
-_FAILING_CALLS = 3
-"""So many calls in a row without a page that succeeded are a degraded backend."""
 
 
 class StorageWorker:
@@ -87,7 +88,8 @@ class StorageWorker:
         """The deadline thread waits here."""
         self._quiet = threading.Condition(self._lock)
         """`flush` and `close` wait here for jobs to end."""
-        self._schedule = Schedule(settings, 1)
+        self._schedule = Schedule(settings, 1, 1, clock())
+        self._asks = Asks(name)
         self._wake_at = math.inf
         self._undelivered = 0
         self._started = self._closing = self._stopping = False
@@ -105,28 +107,27 @@ class StorageWorker:
         are what the backend's context lists. They stay until `close` returns.
 
         Raises what the backend raises if it is an error of this package (`ConfigError`,
-        `StorageError`), `StorageError` for anything else. Then nothing is left running.
+        `StorageError`), `StorageError` for anything else, `StorageTimeoutError` at the deadline.
+        Then nothing is left running, but an `open` that hangs; it is closed should it return.
         """
         assert not self._started, "start once"
-        concurrency, max_batch = self._backend.concurrency, self._backend.max_batch
-        if concurrency < 1 or max_batch < 1:
-            raise PluginError(
-                f"backend {self.name!r} has concurrency {concurrency} and max_batch {max_batch}",
-                remedy="both are at least 1; the plugin needs a fix",
-            )
+        concurrency, max_batch = limits_of(self.name, self._backend)
         self._max_batch = min(max_batch, _MOST_IN_A_CALL)
         headers = self._headers = HeaderRegion(self.name, concurrency, self._max_batch)
         known = (*self._context.regions, *regions, headers.region)
+        context = dataclasses.replace(self._context, regions=known)
         try:
-            self._backend.open(dataclasses.replace(self._context, regions=known))
-        except BaseException as error:
+            self._asks.open(self._backend, context, self.settings.open_deadline_s)
+        except BaseException:
             headers.close()
-            if isinstance(error, KvstrataError) or not isinstance(error, Exception):
-                raise
-            raise StorageError(
-                f"backend {self.name!r} cannot be opened: {type(error).__name__}: {error}"
-            ) from error
-        self._schedule = Schedule(self.settings, max(1, concurrency - 1))
+            raise
+        self._schedule = Schedule(
+            self.settings,
+            concurrency,
+            self._max_batch,
+            self._clock(),
+            can_kill=isinstance(self._backend, SupportsKill),
+        )
         self._started = True
         for i in range(concurrency):
             self._start_thread(str(i), partial(self._serve, headers.buffers(i)))
@@ -156,17 +157,22 @@ class StorageWorker:
         self._deliver(notices)
         with self._lock:
             self._wait_quiet(lambda: self._schedule.running == 0, 0.8 * (end - self._clock()))
+            is_stuck = self._schedule.running > 0
             self._schedule.cancel_running()
             self._stopping = True
             notices = self._take_notices()
             self._work.notify_all()
             self._alarm.notify_all()
         self._deliver(notices)
-        self._close_backend(end)
+        if is_stuck:
+            self._kill("closed while calls were under way")
+        closing = partial(close_backend, self.name, self._backend, lambda: end - self._clock())
+        self._start_thread("close", partial(closing, self._headers))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, min(end - self._clock(), MAX_WAIT_S)))
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        stuck += self._asks.join(lambda: end - self._clock())
         with self._lock:
             self._abandoned = len(stuck)
         if stuck:
@@ -221,30 +227,27 @@ class StorageWorker:
             return self._schedule.stats(self._abandoned)
 
     def usage(self) -> Usage:
-        """The backend's answer, in the calling thread; may block and raise `StorageError`."""
-        return self._backend.usage()
+        """The backend's answer. Raises `StorageError`; blocks for `ask_deadline_s` at most."""
+        return self._asks.ask("usage", self._backend.usage, self.settings.ask_deadline_s)
+
+    def scan(self, namespace: bytes | None = None) -> Iterator[StoredObject]:
+        """As the backend's `scan`; each step blocks for `ask_deadline_s` at most."""
+        return self._asks.scan(lambda: self._backend.scan(namespace), self.settings.ask_deadline_s)
 
     def condition(self) -> Health:
-        """What the worker itself sees. Never blocks."""
+        """What the worker itself sees: calls that fail or hang, breakers, and probes, so that it is
+        true also when nothing is asked. Never blocks."""
         with self._lock:
-            overdue, abandoned = self._schedule.overdue(), self._abandoned
-            failing, why = self._schedule.counters.failing_calls, self._schedule.counters.failure
-        if abandoned:
-            return Health(HealthState.OPEN, f"{abandoned} threads are stuck in the backend")
-        if overdue:
-            return Health(HealthState.DEGRADED, f"{overdue} calls run past their deadline")
-        if failing >= _FAILING_CALLS:
-            return Health(HealthState.DEGRADED, f"the last {failing} calls failed: {why}")
-        return Health(HealthState.OK)
+            return self._schedule.condition.health(self._schedule.overdue(), self._abandoned)
 
     def health(self) -> Health:
-        """What the worker sees, or else the backend's opinion, for people and tools. May block as
-        `usage` does; `condition` does not, and is what the runtime asks for."""
+        """What the worker sees, or else the backend's opinion, for people and tools. Blocks for
+        `ask_deadline_s` at most; `condition` does not, and is what the runtime asks for."""
         own = self.condition()
         if own.state is not HealthState.OK:
             return own
         try:
-            return self._backend.health()
+            return self._asks.ask("health", self._backend.health, self.settings.ask_deadline_s)
         except Exception as error:  # noqa: BLE001 (a plugin's health check is no reason to fail)
             return Health(HealthState.DEGRADED, f"health check failed: {error}")
 
@@ -339,7 +342,7 @@ class StorageWorker:
                     now = self._clock()
                     self._schedule.expire(now)
                     notices = self._take_notices()
-                    if notices or self._stopping:
+                    if notices or self._stopping or self._schedule.kill_wanted:
                         break
                     self._wake_at = self._schedule.next_wake()
                     if runnable := self._schedule.runnable():
@@ -348,9 +351,18 @@ class StorageWorker:
                 self._wake_at = -math.inf
                 self._wake()
                 stopping = self._stopping
+                why, self._schedule.kill_wanted = self._schedule.kill_wanted, ""
+                self._schedule.counters.kills += bool(why)
             self._deliver(notices)
+            if why:
+                self._kill(why)
             if stopping:
                 return
+
+    def _kill(self, why: str) -> None:
+        if isinstance(self._backend, SupportsKill):
+            logger.error("backend %s: is killed: %s", self.name, why)
+            self._backend.kill(why)
 
     def _evicted(self, objects: Sequence[ObjectId]) -> None:
         """There is room, or may be (`objects` is empty then): waiting stores try again."""
@@ -378,21 +390,6 @@ class StorageWorker:
                 return False
             wait_on(self._clock, self._quiet, left)
         return True
-
-    def _close_backend(self, end: float) -> None:
-        """On a thread of its own: a `close` that hangs is abandoned like any other call."""
-
-        def close() -> None:
-            try:
-                self._backend.close(max(0.0, end - self._clock()))
-            except Exception:
-                logger.exception("backend %s: close failed", self.name)
-            finally:
-                if self._headers is not None:
-                    self._headers.close()
-                self._headers = None
-
-        self._start_thread("close", close)
 
     def _start_thread(self, role: str, target: Callable[[], None]) -> None:
         name = f"kvstrata-{self.name}-{role}"

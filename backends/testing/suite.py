@@ -20,7 +20,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from kvstrata.backends.base import API_VERSION, Health, StorageBackend, WriteRequest
+from kvstrata.backends.base import SUPPORTED_VERSIONS, Health, StorageBackend, WriteRequest
 from kvstrata.backends.testing.frames import (
     HEADER,
     PAYLOAD,
@@ -70,7 +70,10 @@ class BackendTests:
     def test_class_attributes(self, make_backend: MakeBackend) -> None:
         backend = make_backend()
         require(isinstance(backend, StorageBackend), "not a StorageBackend")
-        require(backend.api_version == API_VERSION, f"api_version is not {API_VERSION}")
+        require(
+            backend.api_version in SUPPORTED_VERSIONS,
+            f"api_version is none of {SUPPORTED_VERSIONS}",
+        )
         config = backend.Options.__struct_config__
         require(config.forbid_unknown_fields, "Options lacks forbid_unknown_fields=True")
         require(config.frozen, "Options lacks frozen=True")

@@ -24,7 +24,11 @@ from kvstrata.backends import (
 )
 from kvstrata.backends.frame import HEADER_BYTES, encode_header
 from kvstrata.backends.memory import MemoryBackend, MemoryOptions
+from kvstrata.backends.policies import BreakerSettings, RetrySettings
 from kvstrata.boundary import Outcome
+
+NO_RETRY = RetrySettings(attempts=1)
+NO_BREAKER = BreakerSettings(failures=0, probe_s=0)
 
 WAIT_S = 20.0
 """How long a test waits for what must happen. Never reached when all is well."""
@@ -297,12 +301,14 @@ StartWorker = Callable[..., Jobs]
 
 @pytest.fixture
 def start_worker() -> Iterator[StartWorker]:
-    """Start workers that are closed, and checked, when the test ends."""
+    """Start workers that are closed, and checked, when the test ends. They neither try again nor
+    open a breaker nor probe, if the test does not say so."""
     started: list[Jobs] = []
 
     def start(backend: StorageBackend, **options: object) -> Jobs:
         clock = options.pop("clock", None)
         context = options.pop("context", None) or BackendContext("tested")
+        options = {"retry": NO_RETRY, "breaker": NO_BREAKER, **options}
         settings = WorkerSettings(**options)  # type: ignore[arg-type]
         extra = {} if clock is None else {"clock": clock}
         worker = StorageWorker("tested", backend, settings, context, **extra)  # type: ignore[arg-type]

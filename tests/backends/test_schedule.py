@@ -8,18 +8,30 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.backends import JobResult, ObjectId, PageIO, PageResult, WorkerSettings
 from kvstrata.backends.jobs import Chunk, Job, Operation
-from kvstrata.backends.schedule import Schedule
+from kvstrata.backends.policies import BreakerSettings, RateSettings, RetrySettings
+from kvstrata.backends.schedule import PROBE, Schedule
 from kvstrata.boundary import Outcome
 
 BATCH = 3
 MUTATORS = 2
 THREADS = 3
 PAYLOAD = memoryview(bytes(8))
-STORED, FULL, ERROR = Outcome.STORED, Outcome.FULL, Outcome.ERROR
+STORED, FULL, ERROR, AWAY = Outcome.STORED, Outcome.FULL, Outcome.ERROR, Outcome.UNAVAILABLE
+SETTINGS = [
+    WorkerSettings(
+        queue_pages=12,
+        full_poll_s=5.0,
+        retry=RetrySettings(attempts=3, first_delay_s=1.0),
+        breaker=BreakerSettings(failures=4, cooldown_s=2.0, probe_s=3.0),
+        rate=RateSettings(ops_per_s=ops_per_s),
+        kill_after_s=2.0,
+    )
+    for ops_per_s in (0, 4)
+]
 
 
 def name(chain: int, depth: int) -> ObjectId:
@@ -47,13 +59,17 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
-        self.schedule = Schedule(WorkerSettings(queue_pages=12, full_poll_s=5.0), MUTATORS)
+        self.now = 100.0
+        self.schedule = Schedule(SETTINGS[0], THREADS, BATCH, self.now, can_kill=True)
         self.seen: list[Seen] = []
         self.running: list[tuple[Job, Seen]] = []
         self.by_job: dict[int, tuple[Job, Seen]] = {}
         self.stored: set[ObjectId] = set()
         self.closing = False
+
+    @initialize(which=st.integers(0, 1))
+    def settle(self, which: int) -> None:
+        self.schedule = Schedule(SETTINGS[which], THREADS, BATCH, self.now, can_kill=True)
 
     # ── what callers do ──────────────────────────────────────────────────────────────────────────
 
@@ -103,11 +119,11 @@ class ScheduleMachine(RuleBasedStateMachine):
     def take(self) -> None:
         runnable = self.schedule.runnable()
         job = self.schedule.take(self.now)
-        assert (job is not None) == (runnable > 0)
         if job is None:
             return
-        _, seen = self.by_job[id(job)]
-        assert not seen.results, "an ended job runs"
+        assert runnable > 0
+        _, seen = self.by_job.get(id(job), (job, Seen(job.operation, [PROBE], job.deadline)))
+        assert job.is_probe or not seen.results, "an ended job runs"
         self.running.append((job, seen))
         mutating = [j for j, _ in self.running if j.operation in (Operation.STORE, Operation.DROP)]
         assert len(mutating) <= MUTATORS
@@ -125,8 +141,8 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, THREADS - 1),
         good=st.integers(0, BATCH),
-        bad=st.sampled_from([FULL, ERROR]),
-        failure=st.sampled_from([None, None, ERROR]),
+        bad=st.sampled_from([FULL, ERROR, AWAY]),
+        failure=st.sampled_from([None, None, ERROR, AWAY]),
     )
     def call_returns(self, which: int, good: int, bad: Outcome, failure: Outcome | None) -> None:
         job, seen = self.running.pop(which % len(self.running))
@@ -176,7 +192,11 @@ class ScheduleMachine(RuleBasedStateMachine):
                 assert seen.releases == (id(seen) not in busy), "released while it runs, or not"
                 self.check_result(seen)
         waiting = [s for s in self.seen if not s.results]
-        assert self.schedule.idle == (not waiting and not self.running)
+        running = [job for job, _ in self.running if not job.is_probe]
+        assert self.schedule.idle == (not waiting and not running)
+        assert self.schedule.condition.health(0, 0).message or (
+            self.schedule.condition.reads.failures < 3
+        )
 
     def check_result(self, seen: Seen) -> None:
         result: JobResult = seen.results[0]

@@ -23,10 +23,10 @@ PUBLIC: dict[str, str] = {
         SlotRequest Slots StagingSettings aligned stamps
     """,
     "kvstrata.backends": """
-        API_VERSION BackendContext Buffer FORMAT_VERSION Health HealthState HostRegion JobResult
-        NoOptions ObjectId PageIO PageResult PluginInfo ReadRequest StorageBackend StorageWorker
-        StoredObject Usage WorkerSettings WorkerStats WriteRequest build_options list_plugins
-        load_plugin
+        API_VERSION BackendContext Buffer FORMAT_VERSION Health HealthState HostRegion Isolation
+        JobResult NoOptions ObjectId PageIO PageResult PluginInfo ReadRequest SUPPORTED_VERSIONS
+        StorageBackend StorageWorker StoredObject SupportsKill Usage WorkerSettings WorkerStats
+        WriteRequest build_options list_plugins load_plugin
     """,
     "kvstrata.gpu_runtime": """
         ComponentPool ComponentSpec CpuDevice Device Event ForwardContext ForwardResult
