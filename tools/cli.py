@@ -42,8 +42,8 @@ MOUNTS = {
     ),
     "verify": Mount("kvstrata.tools.cli_verify", "verify", "Check every frame of a backend."),
     "inspect": Mount("kvstrata.tools.cli_inspect", "inspect", "Show what a backend holds."),
+    "doctor": Mount("kvstrata.tools.cli_doctor", "doctor", "Check what this machine can do."),
     "bench": Mount("kvstrata.tools.bench", "app", "Measure parts of kvstrata."),
-    "mooncake": Mount("kvstrata.tools.cli_mooncake", "app", "Start a Mooncake Store, or its nodes."),
     "mooncake": Mount(
         "kvstrata.tools.cli_mooncake", "app", "Start a Mooncake Store, or its nodes."
     ),
