@@ -11,17 +11,21 @@ from kvstrata.gpu_runtime.base import (
 )
 from kvstrata.gpu_runtime.core import RuntimeSettings
 from kvstrata.gpu_runtime.cpu import CpuDevice
+from kvstrata.gpu_runtime.device_pages import DevicePages, PageLayout, adopt
 from kvstrata.gpu_runtime.local import LocalGPURuntime
 from kvstrata.gpu_runtime.oracle import OracleRunner
 from kvstrata.gpu_runtime.pools import ComponentPool, ComponentSpec
 from kvstrata.gpu_runtime.req_to_token import ReqToToken
 from kvstrata.gpu_runtime.timeline import PathTotals, Timeline
+from kvstrata.gpu_runtime.transfer_interface import AdoptedPools, Transfer, TransferInterface
 
 __all__ = [
+    "AdoptedPools",
     "ComponentPool",
     "ComponentSpec",
     "CpuDevice",
     "Device",
+    "DevicePages",
     "Event",
     "ForwardContext",
     "ForwardResult",
@@ -29,9 +33,13 @@ __all__ = [
     "LocalGPURuntime",
     "ModelRunner",
     "OracleRunner",
+    "PageLayout",
     "PathTotals",
     "ReqToToken",
     "RuntimeSettings",
     "Stream",
     "Timeline",
+    "Transfer",
+    "TransferInterface",
+    "adopt",
 ]

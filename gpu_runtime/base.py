@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
+    from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
     from kvstrata.gpu_runtime.pools import ComponentPool
     from kvstrata.gpu_runtime.req_to_token import ReqToToken
 
@@ -47,8 +48,14 @@ class Stream(ABC):
         what it touches stays alive until it ran. `nbytes` it moves go into the timeline."""
 
     @abstractmethod
-    def record(self) -> Event:
-        """An event behind everything enqueued so far."""
+    def new_event(self) -> Event:
+        """An event of this stream that is not recorded yet. It may be waited for at once: by a
+        stream, or with a callback; it completes after it was recorded."""
+
+    @abstractmethod
+    def record(self, event: Event | None = None) -> Event:
+        """Put `event`, made by `new_event` of this stream and not recorded before, or a new one
+        behind everything enqueued so far."""
 
     @abstractmethod
     def wait_event(self, event: Event) -> None:
@@ -69,6 +76,32 @@ class Device(ABC):
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
         """End all streams after what is enqueued; False when something was still running."""
+
+    copy_slice_bytes: int = 128 << 20
+    """A copy that is larger goes in slices, between which a more urgent one may go."""
+
+    def copy_out(self, copy: PageCopy) -> None:
+        """Device pages into host pages. Work for the D2H stream: called on its thread, returns when
+        it is enqueued there."""
+        copy.memory.gather(copy)
+
+    def copy_in(self, copy: PageCopy) -> None:
+        """Host pages into device pages: the mirror image of `copy_out`, for the H2D stream."""
+        copy.memory.scatter(copy)
+
+    def fence(self) -> Event:
+        """An event behind what the calling thread has enqueued on the device outside of our
+        streams, where a model that somebody else runs does."""
+        raise NotImplementedError
+
+    def join(self, event: Event) -> None:
+        """What the calling thread enqueues on the device outside of our streams from now on waits
+        for `event`. Blocks until the event is recorded, which is when its work is enqueued."""
+        raise NotImplementedError
+
+    def prepare(self, memory: DevicePages) -> None:
+        """Make ready what copies of `memory` need, so that none pays for it. Before the first."""
+        del memory
 
     def pin(self, address: int, chunk_bytes: Sequence[int]) -> None:
         """Register host memory for direct copies, in consecutive chunks; no copy crosses a border.

@@ -138,6 +138,7 @@ class RuntimeCore:
             raise
         for name, pool in self.pools.items():
             pool.host_chunk_pages = chunk_pages[name]
+            device.prepare(pool)
         self.expiries.append(self.staging.expire)
         self.storage = StorageEvents(self.events, worker, tuple(self.pools))
 

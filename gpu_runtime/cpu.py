@@ -70,13 +70,14 @@ class CpuStream(Stream):
     def enqueue(self, work: Callable[[], None], nbytes: int = 0) -> None:
         self._put((work, nbytes))
 
-    def record(self) -> Event:
-        event = self._new_event()
+    def new_event(self) -> CpuEvent:
+        return CpuEvent()
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or self.new_event()
+        assert isinstance(event, CpuEvent), "events of one device only"
         self._put(event)
         return event
-
-    def _new_event(self) -> CpuEvent:
-        return CpuEvent()
 
     def wait_event(self, event: Event) -> None:
         if not event.query():
@@ -138,6 +139,14 @@ class CpuDevice(Device):
         self.compute: CpuStream = CpuStream("compute", timeline, self)
         self.h2d: CpuStream = CpuStream("h2d", timeline, self)
         self.d2h: CpuStream = CpuStream("d2h", timeline, self)
+
+    def fence(self) -> Event:
+        event = CpuEvent()
+        event.complete()  # who calls has done its work: the host is the device
+        return event
+
+    def join(self, event: Event) -> None:
+        event.wait()
 
     def close(self, deadline_s: float) -> bool:
         end = time.monotonic() + deadline_s

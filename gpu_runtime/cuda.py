@@ -19,6 +19,8 @@ import torch
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime.base import Device, Event
 from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream
+from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
+from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class CudaStream(CpuStream):
         self._device = device
         self.cuda = torch.cuda.Stream(device.torch_device)
         self._after: list[Event] = []
+        self.has_waited = False
+        """Since `CudaCopies` looked: its lanes have to wait too."""
         self._completions: SimpleQueue[CudaEvent | _Span | None] = SimpleQueue()
         self._completer = threading.Thread(
             target=self._complete, name=f"kvstrata-{name}-done", daemon=True
@@ -63,8 +67,12 @@ class CudaStream(CpuStream):
         super().__init__(name, timeline, device)
         self._completer.start()
 
-    def _new_event(self) -> CudaEvent:
+    def new_event(self) -> CudaEvent:
         return CudaEvent(())
+
+    def note(self, event: CudaEvent) -> None:
+        """Complete `event`, which was recorded elsewhere, when the GPU has passed it."""
+        self._completions.put(event)
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         span = _Span(nbytes)
@@ -86,6 +94,7 @@ class CudaStream(CpuStream):
         event.recorded.wait()  # its own thread enqueues it; then the GPU waits, not the host
         self.cuda.wait_event(event.cuda)
         self._after.append(event)
+        self.has_waited = True
 
     def _complete(self) -> None:
         """Wait for events in order and run their callbacks. After a CUDA error nothing completes:
@@ -119,7 +128,9 @@ class CudaStream(CpuStream):
 class CudaDevice(Device):
     """GPU `index`. Raises ConfigError where there is none."""
 
-    def __init__(self, timeline: Timeline, index: int = 0) -> None:
+    def __init__(
+        self, timeline: Timeline, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             raise ConfigError(
                 f"there is no CUDA device {index}",
@@ -137,6 +148,34 @@ class CudaDevice(Device):
         self.compute: CudaStream = CudaStream("compute", timeline, self)
         self.h2d: CudaStream = CudaStream("h2d", timeline, self)
         self.d2h: CudaStream = CudaStream("d2h", timeline, self)
+        self._copies_in, self._copies_out = (
+            CudaCopies(self.torch_device, stream, out=out, chunk_bytes=chunk_bytes)
+            for stream, out in ((self.h2d, False), (self.d2h, True))
+        )
+
+    def copy_out(self, copy: PageCopy) -> None:
+        self._copies_out.copy(copy)
+
+    def copy_in(self, copy: PageCopy) -> None:
+        self._copies_in.copy(copy)
+
+    def fence(self) -> Event:
+        event = self.compute.new_event()
+        event.cuda.record(torch.cuda.current_stream(self.torch_device))
+        event.recorded.set()
+        self.compute.note(event)
+        return event
+
+    def join(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent), "events of one device only"
+        event.recorded.wait()
+        torch.cuda.current_stream(self.torch_device).wait_event(event.cuda)
+
+    def prepare(self, memory: DevicePages) -> None:
+        with torch.cuda.device(self.torch_device):
+            self._copies_in.prepare(memory)
+            self._copies_out.prepare(memory)
+            torch.cuda.synchronize()
 
     def note_span(
         self, stream: str, start: torch.cuda.Event, end: torch.cuda.Event, nbytes: int

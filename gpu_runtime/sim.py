@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvstrata.gpu_runtime.base import (
     Stream,
 )
 from kvstrata.gpu_runtime.core import RuntimeCore
+from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.gpu_runtime.oracle import OracleRunner
 from kvstrata.gpu_runtime.timeline import Timeline
 from kvstrata.gpu_runtime.turns import Turns, pause, rest
@@ -110,8 +112,12 @@ class SimStream(Stream):
     def enqueue(self, work: Callable[[], None], nbytes: int = 0) -> None:
         self._put((work, nbytes))
 
-    def record(self) -> Event:
-        event = SimEvent(self._turns, self.name)
+    def new_event(self) -> Event:
+        return SimEvent(self._turns, self.name)
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or self.new_event()
+        assert isinstance(event, SimEvent), "events of one device only"
         self._put(event)
         return event
 
@@ -212,37 +218,41 @@ def poison(core: RuntimeCore) -> None:
 def tear(core: RuntimeCore) -> None:
     """From now on copies between host and device run page by page, and each page in two halves,
     with turns of others in between."""
-    for name, pool in core.pools.items():
-        host_bytes = core.staging.array(name)[:, : pool.page_bytes]
+    for pool in core.pools.values():
         for method in ("gather", "scatter"):
-            copy, out = getattr(pool, method), method == "gather"
-            setattr(pool, method, _in_pieces(copy, pool.data, host_bytes, out=out))
+            setattr(pool, method, _in_pieces(getattr(pool, method), out=method == "gather"))
 
 
-def _in_pieces(
-    copy: Callable[..., None], device: torch.Tensor, host: np.ndarray[Any, Any], *, out: bool
-) -> Callable[..., None]:
+def _in_pieces(whole: Callable[[PageCopy], None], *, out: bool) -> Callable[[PageCopy], None]:
+    def one_page(copy: PageCopy) -> None:
+        pause()
+        first, second = _halves(copy, out=out)
+        before = second.copy()
+        whole(copy)
+        second[...] = before
+        pause()
+        begun = first.copy()
+        whole(copy)
+        first[...] = begun
 
-    def halves(page: int, slot: int) -> tuple[Any, Any]:
-        if out:
-            middle = host.shape[1] // 2
-            return host[slot, :middle], host[slot, middle:]
-        middle = device.shape[0] // 2
-        return device[:middle, page].numpy(), device[middle:, page].numpy()
-
-    def copy_in_pieces(pages: torch.Tensor, array: Any, slots: Pages) -> None:
-        for i in range(len(slots)):
-            pause()
-            first, second = halves(int(pages[i]), int(slots[i]))
-            before = second.copy()
-            copy(pages[i : i + 1], array, slots[i : i + 1])
-            second[...] = before
-            pause()
-            begun = first.copy()
-            copy(pages[i : i + 1], array, slots[i : i + 1])
-            first[...] = begun
+    def copy_in_pieces(copy: PageCopy) -> None:
+        for i in range(len(copy.slots)):
+            at = slice(i, i + 1)
+            one_page(replace(copy, pages=copy.pages[at], slots=copy.slots[at]))
 
     return copy_in_pieces
+
+
+def _halves(copy: PageCopy, *, out: bool) -> tuple[Any, Any]:
+    """Views of the two halves of what a copy of one page writes."""
+    if out:
+        page = copy.host[int(copy.slots[0]), : copy.memory.page_bytes]
+        middle = len(page) // 2
+        return page[:middle], page[middle:]
+    (data,) = copy.memory.tensors
+    page = data[:, int(copy.pages[0])].numpy()
+    middle = len(page) // 2
+    return page[:middle], page[middle:]
 
 
 # ── parts of an engine that takes turns ──────────────────────────────────────────────────────────

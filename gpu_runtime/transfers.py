@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvstrata.backends import JobResult, ObjectId, PageIO
 from kvstrata.boundary import KeyRun, Outcome
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Event
+from kvstrata.gpu_runtime.copy_queue import CopyPriority, CopyQueue, Slice
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
+from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.handles import Extents, Tier
 from kvstrata.staging import Slots
 
@@ -20,11 +21,17 @@ CHUNK_PAGES = 64
 
 
 @dataclass(eq=False, slots=True)
-class Copy:
-    """A copy under way. `error` is set, if at all, before `event` is reached: work that waited for
-    the event may look at it, long before the host's callback ran."""
+class CopyResult:
+    """What became of a copy. `error` is set, if at all, before its event is reached: work that
+    waited for the event may look at it, long before the host's callback ran."""
 
     error: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Copy(CopyResult):
+    """A copy under way."""
+
     event: Event = field(init=False)
 
 
@@ -33,40 +40,46 @@ class Copies:
 
     def __init__(self, core: RuntimeCore) -> None:
         self._core = core
+        self._out = CopyQueue(core.device.d2h)
+        self._in = CopyQueue(core.device.h2d)
 
     def d2h(self, source: PageSet, target: Slots, done: Callable[[str], None]) -> Copy:
         """Gather device pages into host pages. `done("")` or `done(error)` follows under the lock,
         from a device thread; the caller keeps both sides held until then."""
-        return self._copy(source, target, done, out=True)
+        return self._copy(source, target, done, CopyPriority.WRITE_BACK)
 
-    def h2d(self, source: Slots, target: PageSet, done: Callable[[str], None]) -> Copy:
+    def h2d(
+        self,
+        source: Slots,
+        target: PageSet,
+        done: Callable[[str], None],
+        priority: CopyPriority = CopyPriority.PREFETCH,
+    ) -> Copy:
         """Scatter host pages into device pages; otherwise as `d2h`."""
-        return self._copy(target, source, done, out=False)
+        return self._copy(target, source, done, priority)
+
+    def flush(self) -> None:
+        """At shutdown: nothing waits for its turn any more."""
+        self._out.flush()
+        self._in.flush()
 
     def _copy(
-        self, device_pages: PageSet, host_pages: Slots, done: Callable[[str], None], *, out: bool
+        self,
+        device_pages: PageSet,
+        host_pages: Slots,
+        done: Callable[[str], None],
+        priority: CopyPriority,
     ) -> Copy:
-        core = self._core
-        stream = core.device.d2h if out else core.device.h2d
-        state = Copy()
-        # Index tensors live in this closure until the copy has ended.
-        jobs = [
-            (pool, pages, torch.from_numpy(pages), core.staging.array(name), host_pages[name])
-            for name, pages in device_pages.items()
-            for pool in (core.pools[name],)
-        ]
-
-        def work() -> None:
-            try:
-                for pool, _, index, host, slots in jobs:
-                    copy = pool.gather if out else pool.scatter
-                    copy(index.to(pool.data.device), host, slots)
-            except Exception as exc:  # noqa: BLE001 - a failed copy is a failed page, not a crash
-                state.error = f"{type(exc).__name__}: {exc}"
-
-        nbytes = sum(len(pages) * pool.page_bytes for pool, pages, *_ in jobs)
-        stream.enqueue(work, nbytes)
-        state.event = stream.record()
+        core, state = self._core, Copy()
+        out = priority is CopyPriority.WRITE_BACK
+        move = core.device.copy_out if out else core.device.copy_in
+        slices = []
+        for name, pages in device_pages.items():
+            pool, host, slots = core.pools[name], core.staging.array(name), host_pages[name]
+            whole = PageCopy(pool, pages, host, slots)
+            for part in slices_of(whole, core.device.copy_slice_bytes):
+                slices.append(Slice(partial(run_slice, state, partial(move, part)), part.nbytes))
+        (state.event,) = (self._out if out else self._in).add([slices], priority)
 
         def finish() -> None:
             with core.callback():
@@ -74,6 +87,27 @@ class Copies:
 
         state.event.on_complete(finish)
         return state
+
+
+def run_slice(state: CopyResult, move: Callable[[], None]) -> None:
+    """One slice; after one that failed the rest of the copy is not worth its time."""
+    if state.error:
+        return
+    try:
+        move()
+    except Exception as exc:  # noqa: BLE001 - a failed copy is a failed page, not a crash
+        state.error = f"{type(exc).__name__}: {exc}"
+
+
+def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
+    """A copy cut into slices of a quarter of it each, but at most `most_bytes` and at least an
+    eighth of that, so that a short copy overlaps its own steps too."""
+    nbytes = min(most_bytes, max(most_bytes // 8, copy.nbytes // 4))
+    most = max(1, nbytes * len(copy.pages) // copy.nbytes)
+    return [
+        replace(copy, pages=copy.pages[a:b], slots=copy.slots[a:b])
+        for a, b in chunks_of(len(copy.pages), most)
+    ]
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:

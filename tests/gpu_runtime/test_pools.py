@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError
 from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, ReqToToken
+from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.gpu_runtime.pools import DTYPES
 from kvstrata.staging import aligned
 
@@ -81,7 +82,7 @@ def test_gather_and_scatter_move_every_bit_and_nothing_else(
     host = np.full((12, aligned(pool.page_bytes)), 0xA5, np.uint8)
     before_host, before_pool, before_other = host.copy(), pool.data.clone(), other.data.clone()
 
-    pool.gather(torch.from_numpy(pages), host, slots)
+    pool.gather(PageCopy(pool, pages, host, slots))
     for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
         assert host[slot, : pool.page_bytes].tobytes() == page_first(pool, page)
         assert (host[slot, pool.page_bytes :] == 0xA5).all(), "the padding was written"
@@ -89,7 +90,7 @@ def test_gather_and_scatter_move_every_bit_and_nothing_else(
     assert (host[untouched] == before_host[untouched]).all()
     assert torch.equal(pool.data, before_pool)
 
-    other.scatter(torch.from_numpy(targets), host, slots)
+    other.scatter(PageCopy(other, targets, host, slots))
     for page, target in zip(pages.tolist(), targets.tolist(), strict=True):
         assert page_first(other, target) == page_first(pool, page)
     untouched = np.setdiff1d(np.arange(12), targets)
@@ -125,7 +126,7 @@ def test_copy_page_copies_one_page_in_all_planes() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"kind": "mla"}, "kind"),
+        ({"kind": "mla", "kv_heads": 8}, "kv_heads"),
         ({"kind": "swa"}, "kind"),
         ({"dtype": "float64"}, "dtype"),
         ({"layout": "DHN"}, "layout"),

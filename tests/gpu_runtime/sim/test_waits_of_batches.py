@@ -9,19 +9,30 @@ import pytest
 from kvstrata.gpu_runtime import sim
 from kvstrata.gpu_runtime.batches import BatchEngine
 from kvstrata.gpu_runtime.compute import Compute
+from kvstrata.gpu_runtime.copy_queue import CopyQueue
 from kvstrata.gpu_runtime.core import RuntimeCore
 from kvstrata.gpu_runtime.transfers import Copies
 from kvstrata.staging import PageTable
 
-RECORD = """    stream.enqueue(work, nbytes)
-    state.event = stream.record()
+ENQUEUE = """    self._stream.enqueue(part.run, part.nbytes)
 """
-RECORD_EARLY = """    if out is {out}:
-        state.event = stream.record()
-    stream.enqueue(work, nbytes)
-    if out is not {out}:
-        state.event = stream.record()
+LAST = """    return self._stream.record(event)
 """
+LAST_EARLY = """    event = self._stream.record(event)
+    self._stream.enqueue(part.run, part.nbytes)
+    return event
+"""
+
+
+def recorded_early(stream: str) -> tuple[tuple[type, str, str, str], ...]:
+    """Of a copy in one slice, the event comes first."""
+    late = f'    if self._stream.name != "{stream}":\n    {ENQUEUE}'
+    event = LAST_EARLY.replace(
+        "    self._stream.enq", f'    if self._stream.name == "{stream}":\n        self._stream.enq'
+    )
+    return (CopyQueue, "_enqueue", ENQUEUE, late), (CopyQueue, "_enqueue", LAST, event)
+
+
 COMPUTED = """    compute.enqueue(lambda: self.compute.run(batch))
     compute.record().on_complete(lambda: self._computed(batch))
 """
@@ -54,12 +65,12 @@ WAITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "a D2H's event is recorded before the copy": (
         "",
         "calm",
-        ((Copies, "_copy", RECORD, RECORD_EARLY.format(out=True)),),
+        recorded_early("d2h"),
     ),
     "an H2D's event is recorded before the copy": (
         "",
         "calm",
-        ((Copies, "_copy", RECORD, RECORD_EARLY.format(out=False)),),
+        recorded_early("h2d"),
     ),
     "the host goes on when an H2D is enqueued, the device waits": (
         "",

@@ -1,0 +1,174 @@
+"""Copies on a real GPU: every bit, every layout, both ways, random pages. Needs an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, Timeline, adopt
+from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
+from kvstrata.gpu_runtime.pools import DTYPES
+from kvstrata.staging import SharedRegion, aligned
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+PAGES, SLOTS, COUNT = 50, 40, 20
+CHUNK_PAGES = 7
+"""Host pages that are registered as one region: copies must end at its border."""
+HOST_BYTES = 64 << 20
+
+
+@pytest.fixture(params=["as it is", "one by one", "without triton"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A device with tiny chunks; in turn without what a driver or an installation may lack."""
+    from kvstrata.gpu_runtime import cuda_copies
+    from kvstrata.gpu_runtime.cuda import CudaDevice
+
+    if request.param == "without triton":
+        monkeypatch.setattr(cuda_copies, "HAS_TRITON", False)
+    device = CudaDevice(Timeline(), chunk_bytes=100_000)
+    if request.param == "one by one":
+        device._copies_in.batched = device._copies_out.batched = False
+    yield device
+    assert device.close(10.0)
+
+
+@pytest.fixture
+def host() -> Iterator[np.ndarray[Any, Any]]:
+    region = SharedRegion(HOST_BYTES)
+    yield region.array
+    region.close()
+
+
+class Mover:
+    """Copies through the device's streams, into and out of pinned memory."""
+
+    def __init__(self, device: Any, memory: DevicePages, host: np.ndarray[Any, Any]) -> None:
+        self.device, self.memory = device, memory
+        stride = aligned(memory.page_bytes)
+        self.host = host[: SLOTS * stride].reshape(SLOTS, stride)
+        chunks = [min(CHUNK_PAGES, SLOTS - at) * stride for at in range(0, SLOTS, CHUNK_PAGES)]
+        device.pin(host.ctypes.data, chunks)
+        memory.host_chunk_pages = CHUNK_PAGES
+        device.prepare(memory)
+
+    def move(self, pages: Any, slots: Any, *, out: bool, part: slice = slice(None)) -> None:
+        copy = PageCopy(self.memory, np.asarray(pages), self.host, np.asarray(slots), part)
+        stream = self.device.d2h if out else self.device.h2d
+        run: Callable[[PageCopy], None] = self.device.copy_out if out else self.device.copy_in
+        stream.enqueue(lambda: run(copy), copy.nbytes)
+        assert stream.record().wait(30.0)
+        assert self.device.fault is None
+
+
+def there_and_back(device: Any, memory: DevicePages, host: Any, seed: int) -> None:
+    """Random pages to random slots, and to other pages; all else keeps its bytes."""
+    rng = np.random.default_rng(seed)
+    mover = Mover(device, memory, host)
+    views = memory._views
+
+    def bytes_of() -> Any:
+        return np.stack([v.contiguous().cpu().numpy().view(np.uint8) for v in views], 1)
+
+    for view in views:
+        raw = rng.integers(0, 256, (len(view), memory.layout.piece_bytes), np.uint8)
+        view.copy_(torch.from_numpy(raw).cuda().view(view.dtype))
+    for slots in (np.arange(5, 5 + COUNT), rng.permutation(SLOTS)[:COUNT]):
+        host[:] = 0xA5
+        before = bytes_of()
+        pages = rng.permutation(len(before))[:COUNT]
+        mover.move(pages, slots, out=True)
+        assert (mover.host[slots, : memory.page_bytes] == before[pages].reshape(COUNT, -1)).all()
+        rest = np.setdiff1d(np.arange(SLOTS), slots)
+        assert (mover.host[rest] == 0xA5).all()
+        assert (mover.host[:, memory.page_bytes :] == 0xA5).all(), "the padding was written"
+        targets = rng.permutation(len(before))[:COUNT]
+        mover.move(targets, slots, out=False)
+        after = bytes_of()
+        assert (after[targets] == before[pages]).all()
+        rest = np.setdiff1d(np.arange(len(before)), targets)
+        assert (after[rest] == before[rest]).all()
+    pieces = memory.layout.pieces
+    if pieces > 1:
+        before, part = bytes_of(), slice(pieces // 2, pieces)
+        pages = rng.permutation(len(before))[:COUNT]
+        mover.move(pages, slots, out=False, part=part)
+        after = bytes_of()
+        rows = mover.host[slots, : memory.page_bytes].reshape(COUNT, pieces, -1)
+        assert (after[pages][:, part] == rows[:, part]).all()
+        assert (after[pages][:, : pieces // 2] == before[pages][:, : pieces // 2]).all()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize(
+    ("layout", "heads", "dim"), [("NHD", 2, 64), ("HND", 3, 20), ("NHD", 1, 5)]
+)
+def test_every_type_and_odd_size(
+    device: Any, host: Any, dtype: str, layout: str, heads: int, dim: int
+) -> None:
+    """B102: random bytes (NaN payloads and all)."""
+    spec = ComponentSpec("kv", 3, heads, dim, dtype, layout)
+    there_and_back(device, ComponentPool(spec, PAGES, 16, device.torch_device), host, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_tokens"),
+    [
+        (ComponentSpec("kv", 2, 8, 128, "bfloat16"), 16),
+        (ComponentSpec("kv", 2, 8, 128, "bfloat16"), 64),
+        (ComponentSpec("kv", 3, 1, 576, "bfloat16", kind="mla"), 16),
+        (ComponentSpec("kv", 3, 1, 576, "bfloat16", kind="mla"), 64),
+    ],
+)
+def test_pieces_as_large_as_those_of_models(
+    device: Any, host: Any, spec: ComponentSpec, page_tokens: int
+) -> None:
+    there_and_back(device, ComponentPool(spec, PAGES, page_tokens, device.torch_device), host, 2)
+
+
+ENGINES: dict[str, Callable[[], DevicePages]] = {
+    "K and V split, NHD": lambda: adopt(_layers(2, PAGES, 16, 4, 32), page_axis=1),
+    "K and V split, HND": lambda: adopt(_layers(2, PAGES, 4, 16, 32), page_axis=1),
+    "K and V joined": lambda: adopt(_layers(PAGES, 2, 16, 4, 32), page_axis=0),
+    "tokens, K and V apart": lambda: adopt(
+        _layers(PAGES * 16 + 3, 4, 32), page_axis=0, page_tokens=16
+    ),
+    "latents": lambda: adopt(_layers(PAGES, 16, 576), page_axis=0),
+    "page first": lambda: adopt(_layers(PAGES, 3, 2, 16, 4, 32)[:1], page_axis=0),
+    "heads before pages": lambda: adopt(_layers(4, PAGES, 16, 32), page_axis=1),
+    "odd bytes": lambda: adopt([t.view(torch.uint8) for t in _layers(PAGES, 3, 7)], page_axis=0),
+}
+
+
+def _layers(*shape: int) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_pools_of_engines(device: Any, host: Any, engine: str) -> None:
+    there_and_back(device, ENGINES[engine](), host, 3)
+
+
+def test_a_copy_waits_for_what_its_stream_has_waited_for(device: Any, host: Any) -> None:
+    """A kernel that is slow writes the pages; the copy on the other stream has its bytes."""
+    memory = ComponentPool(
+        ComponentSpec("kv", 2, 2, 64, "bfloat16"), PAGES, 16, device.torch_device
+    )
+    mover = Mover(device, memory, host)
+    for value in range(1, 30):
+
+        def write(value: int = value) -> None:
+            torch.cuda._sleep(2_000_000)
+            memory.data.fill_(value)
+
+        device.compute.enqueue(write)
+        device.d2h.wait_event(device.compute.record())
+        mover.move(range(COUNT), range(COUNT), out=True)
+        assert (mover.host[:COUNT, : memory.page_bytes] == value).all()
