@@ -265,6 +265,14 @@ class SimRunner(OracleRunner):
     def __init__(self) -> None:
         super().__init__()
         self.fails: Callable[[], bool] = lambda: False
+        self.weights = b""
+        self.mixed: list[bytes] = []
+        """Namespaces that were computed with two weights."""
+        self._made_by: dict[bytes, bytes] = {}
+
+    def new_weights(self, payload: bytes) -> None:
+        pause()
+        self.weights = payload
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
         if self.fails():
@@ -279,6 +287,8 @@ class SimRunner(OracleRunner):
 
     def _compute(self, row: ForwardRow, keys: bytes, context: ForwardContext) -> None:
         pause()
+        if self._made_by.setdefault(row.namespace, self.weights) != self.weights:
+            self.mixed.append(row.namespace)
         super()._compute(row, keys, context)
         pause()
 

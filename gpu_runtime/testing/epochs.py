@@ -10,6 +10,7 @@ from kvstrata.boundary import (
     BatchPlan,
     EpochBegan,
     Prefetch,
+    PrefetchReady,
     RowPlan,
     RowStatus,
 )
@@ -132,6 +133,20 @@ class EpochTests(RuntimeSuite):
                 rig.free(*held)
                 rig.expect_free()
                 equal(rig.fetch(stored, target).n_valid, 4, "afterwards all works")
+
+    def test_loads_that_wait_end(self, make_runtime: MakeRuntime) -> None:
+        """For host pages: they would get theirs later, and those would pass for new ones."""
+        with self.bench(make_runtime, host_pages=8) as rig:
+            stored = rig.prompt(16)
+            rig.in_l3(stored)
+            mine = rig.in_l2(rig.prompt(20, 1))
+            load = rig.driver.prefetch(stored.keys(), Tier.L2)
+            rig.driver.apply(load)
+            rig.driver.apply(rig.driver.new_epoch(1))
+            rig.free(mine)
+            event = of_type(rig.driver.wait_action(load.action_id), PrefetchReady)
+            equal((event.n_valid, event.cause), (0, "cancelled"), "its end")
+            rig.expect_free()
 
     def test_frees_and_new_requests_share_the_message(self, make_runtime: MakeRuntime) -> None:
         """One message: let go of the old, change, begin the new."""

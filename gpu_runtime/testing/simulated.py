@@ -56,20 +56,21 @@ INDEX = ComponentSpec("index", layers=1, kv_heads=1, head_dim=24, dtype="uint8")
 NAMESPACE = bytes(range(32))
 
 
-def keys_of(tokens: Sequence[int]) -> bytes:
+def keys_of(tokens: Sequence[int], namespace: bytes = NAMESPACE) -> bytes:
     """Keys of the full pages."""
     full = len(tokens) // PAGE * PAGE
-    return page_keys(NAMESPACE, np.asarray(tokens[:full], np.int32).data, PAGE) if full else b""
+    return page_keys(namespace, np.asarray(tokens[:full], np.int32).data, PAGE) if full else b""
 
 
 def split(keys: bytes) -> list[bytes]:
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int], namespace: bytes = NAMESPACE) -> int:
     """What the oracle samples after `tokens`, without any cache."""
     data = np.asarray(tokens, np.int32)
-    return _sample(keys_of(tokens), ForwardRow(0, NAMESPACE, data, len(data) - 1, 1, 0, True, True))
+    row = ForwardRow(0, namespace, data, len(data) - 1, 1, 0, True, True)
+    return _sample(keys_of(tokens, namespace), row)
 
 
 @dataclass
@@ -123,6 +124,8 @@ class SimBench:
         setattr(self.core, "now", self.turns.now)  # noqa: B010 - a method becomes a clock
         poison(self.core)
         tear(self.core)
+        self.namespaces = [NAMESPACE]
+        """One an epoch."""
         self._still = 0
         self._freed: dict[int, Extents] = {}
         self.store_s = self.load_s = 20.0
@@ -195,6 +198,7 @@ class SimBench:
     def check(self) -> None:
         """At any time: invariants hold, and what a backend still uses counts as lent to it."""
         self.runtime.check_integrity()
+        require(not self.runner.mixed, f"KV of two weights in {self.runner.mixed}")
         lent = self.core.staging.lent(self.core.backend_name) * len(self.core.pools)
         require(self.backend.held <= lent, f"{self.backend.held} pages in use, {lent} are lent")
 
@@ -213,7 +217,8 @@ class SimBench:
 
     def check_store(self) -> None:
         """Every frame holds what its key says; nothing was ever corrupt, or lost."""
-        by_namespace = {component_fingerprint(NAMESPACE, name): name for name in self.core.pools}
+        pairs = ((space, name) for space in self.namespaces for name in self.core.pools)
+        by_namespace = {component_fingerprint(space, name): name for space, name in pairs}
         for obj, frame in self.backend._frames.items():
             name = by_namespace[obj.namespace]
             found = np.frombuffer(frame.data[HEADER_BYTES:], np.uint8)

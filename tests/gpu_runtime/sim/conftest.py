@@ -14,7 +14,6 @@ import pytest
 
 from kvstrata.boundary import BackedUp, Event, Free, Freed, Outcome
 from kvstrata.gpu_runtime.testing.simulated import (
-    NAMESPACE,
     PAGE,
     SimBench,
     next_token,
@@ -47,10 +46,14 @@ class Scheduled:
     prompts: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     results: dict[int, RequestResult] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
+    epoch_rate: float = -1.0
+    """How often the weights change; drawn if it is negative."""
 
     def __post_init__(self) -> None:
         bench, rng = self.bench, self.bench.rng
         self.abort_rate, self.evict_rate = rng.choice([0.0, 0.02, 0.1]), rng.choice([0, 0.1, 0.2])
+        if self.epoch_rate < 0:
+            self.epoch_rate = rng.choice([0.0, 0.0, 0.0, 0.01])
         self.cache = CacheControl(
             TreeCore(policy_class("eviction", "lru")(), 10**6),
             policy_class("write", "write_through")(),
@@ -95,6 +98,8 @@ class Scheduled:
                 self._abort()
             if rng.random() < self.evict_rate:
                 self.evict(rng.choice([Tier.L1, Tier.L2]), rng.randrange(1, 9))
+            if rng.random() < self.epoch_rate:
+                self.new_epoch()
             for result in scheduler.step(0.0):
                 self.results[result.request_id] = result
             bench.go_on()
@@ -113,7 +118,8 @@ class Scheduled:
 
     def submit(self, prompt: list[int], new: int) -> int:
         data = np.asarray(prompt, np.int32).tobytes()
-        request_id = self.scheduler.submit(data, NAMESPACE, max_new_tokens=new)
+        namespace = self.bench.namespaces[-1]
+        request_id = self.scheduler.submit(data, namespace, max_new_tokens=new)
         self.prompts[request_id] = (prompt, new)
         return request_id
 
@@ -129,6 +135,12 @@ class Scheduled:
             if self.bench.rng.random() < 0.5:
                 for tier in (Tier.L1, Tier.L2):
                     self.evict(tier, 99)
+
+    def new_epoch(self) -> None:
+        number = len(self.bench.namespaces)
+        self.bench.namespaces.append(bytes([number]) * 32)
+        new = self.bench.namespaces[-1]
+        self.scheduler.new_epoch(number, lambda old: new, payload=b"weights %d" % number)
 
     def evict(self, tier: Tier, pages: int) -> None:
         gone = self.cache.tree.evict(tier, pages)
@@ -173,18 +185,25 @@ class Scheduled:
         assert self.results.keys() == self.prompts.keys()
         for request_id, result in self.results.items():
             prompt, new = self.prompts[request_id]
-            tokens = list(prompt)
-            for _ in range(new):
-                tokens.append(next_token(tokens))
-            want = np.asarray(tokens[len(prompt) :], np.int32).tobytes()
+            wanted = [self._output_of(prompt, new, space) for space in self.bench.namespaces]
+            begun = any(want.startswith(result.output_tokens) for want in wanted)
             if result.state is RequestState.ABORTED:
                 assert request_id in self.aborted, result
-                assert want.startswith(result.output_tokens), "an aborted request made wrong tokens"
+                assert begun, "an aborted request made wrong tokens"
+            elif "weights changed" in result.error:
+                assert len(wanted) > 1, result
+                assert begun, "a request made wrong tokens before the weights changed"
             elif result.state is RequestState.FAILED and self.bench.weather == "failing":
                 assert "planted" in result.error, result
             else:
                 assert result.state is RequestState.FINISHED, result
-                assert result.output_tokens == want, "wrong or missing tokens"
+                assert result.output_tokens in wanted, "wrong or missing tokens"
+
+    def _output_of(self, prompt: list[int], new: int, namespace: bytes) -> bytes:
+        tokens = list(prompt)
+        for _ in range(new):
+            tokens.append(next_token(tokens, namespace))
+        return np.asarray(tokens[len(prompt) :], np.int32).tobytes()
 
     def _check_tree(self) -> None:
         """What is not free belongs to the tree; every page of it holds what its key says."""
@@ -274,6 +293,11 @@ def trace_of() -> Callable[[int], list[str]]:
             return [str(bench.turns.taken), *map(repr, (*wild.driver.ended.items(), *batches))]
 
     return trace
+
+
+@pytest.fixture
+def plant_edits(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[Edit, ...]], None]:
+    return lambda edits: plant(monkeypatch, edits)
 
 
 @pytest.fixture
