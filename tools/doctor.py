@@ -60,7 +60,10 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_child(code: str, timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
-    """Run Python code in a child: what it printed as JSON, or {"error": why}. A child that dies or hangs says so; nothing of it reaches this one."""
+    """Run Python code in a child: what it printed as JSON, or {"error": why}.
+
+    A child that dies or hangs says so; nothing of it reaches this process.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -135,12 +135,12 @@ def _namespaces(journal: Journal, names: dict[bytes, str]) -> list[NamespaceRepo
 
 
 def _problems(journal: Journal) -> list[Problem]:
-    """Failures; and pages whose parent is nowhere, unless it vanished beside us."""
+    """Failures; and pages whose parent is nowhere, unless its own state says why."""
     rows = journal.rows(
         "SELECT c.ns, c.key, coalesce(c.fault, 'parent missing'), c.message FROM pages c "
         "LEFT JOIN pages p ON p.id=c.parent_id WHERE c.selected>0 AND (c.state=? OR "
-        "(c.state=? AND coalesce(p.state, -1) NOT IN (?, ?, ?))) ORDER BY c.state, c.id LIMIT ?",
-        (State.FAILED, State.CUT, State.VANISHED, State.CUT, State.FAILED, MAX_PROBLEMS),
+        "(c.state=? AND coalesce(p.state, -1) NOT IN (?, ?, ?, ?))) ORDER BY c.state, c.id LIMIT ?",
+        (State.FAILED, State.CUT, *_SAID_ELSEWHERE, MAX_PROBLEMS),
     )
     return [
         Problem(ObjectId(ns, key).name, fault, message or _MEANING.get(fault, ""))
@@ -148,6 +148,8 @@ def _problems(journal: Journal) -> list[Problem]:
     ]
 
 
+_SAID_ELSEWHERE = (State.VANISHED, State.EVICTED, State.CUT, State.FAILED)
+"""States of a parent that say why its child was cut."""
 _MEANING = {"missing": "it is gone", "error": "it cannot be read"}
 
 

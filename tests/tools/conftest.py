@@ -1,14 +1,24 @@
-"""The command as people start it: a process of its own."""
+"""The command as people start it, a process of its own; and stores for the tools to work on."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from kvstrata.backends import BackendContext, ObjectId, WriteRequest
+from kvstrata.backends.filesystem import FilesystemBackend, FilesystemOptions
+from kvstrata.backends.filesystem.files import object_path
+from kvstrata.backends.frame import HEADER_BYTES, encode_header, parse_header, verify
+from kvstrata.configs import load_config
+from kvstrata.tiers import component_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,3 +85,143 @@ def plugin_dir(tmp_path: Path) -> Path:
             f"[kvstrata.backends]\n{name.removesuffix('_store')} = {name}:{target}\n"
         )
     return folder
+
+
+# ── stores that tools work on ────────────────────────────────────────────────────────────────────
+
+TWO_ROOTS = """
+[namespace]
+model = "oracle"
+revision = "1"
+[pools]
+pages = 64
+page_tokens = 16
+max_context_tokens = 1024
+[[pools.components]]
+name = "kv"
+layers = 1
+kv_heads = 1
+head_dim = 8
+[staging]
+bytes = "1MiB"
+[l3]
+backend = "a"
+[backends.a]
+plugin = "filesystem"
+[backends.a.options]
+path = "{folder}/a"
+min_free_bytes = 0
+batch_pages = 8
+[backends.b]
+plugin = "filesystem"
+[backends.b.options]
+path = "{folder}/b"
+min_free_bytes = 0
+batch_pages = 8
+"""
+PAGE_BYTES = 512
+
+
+@dataclass
+class Tree:
+    """Frames of one namespace that hang together as those of conversations do."""
+
+    namespace: bytes
+    seed: int
+    requests: list[WriteRequest] = field(default_factory=list)
+
+    def grow(self, chains: int, longest: int) -> Tree:
+        """Chains that leave others at random pages."""
+        rng = random.Random(self.seed)
+        for _ in range(chains):
+            above = rng.choice(self.requests) if self.requests and rng.random() < 0.7 else None
+            for _ in range(rng.randint(1, longest)):
+                above = self.add(above, rng)
+        return self
+
+    def add(self, above: WriteRequest | None, rng: random.Random) -> WriteRequest:
+        name = ObjectId(self.namespace, rng.randbytes(32))
+        parent, depth = (None, 0) if above is None else (above.object, above.depth + 1)
+        self.requests.append(frame_of(name, parent, depth, rng.randbytes(PAGE_BYTES)))
+        return self.requests[-1]
+
+
+def frame_of(name: ObjectId, parent: ObjectId | None, depth: int, payload: bytes) -> WriteRequest:
+    header = memoryview(bytearray(HEADER_BYTES))
+    encode_header(header, name, parent, depth, memoryview(payload))
+    return WriteRequest(name, parent, depth, (header, memoryview(payload)))
+
+
+@dataclass
+class TwoRoots:
+    """A configuration with the file-system backends `a` and `b`, and the frames in them."""
+
+    folder: Path
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.config = self.folder / "two.toml"
+        self.config.write_text(TWO_ROOTS.format(folder=self.folder))
+        fingerprint = load_config(self.config).namespace().fingerprint()
+        self.namespace = component_fingerprint(fingerprint, "kv")
+
+    def root(self, name: str) -> Path:
+        return self.folder / name
+
+    @contextmanager
+    def opened(self, name: str, **options: object) -> Iterator[FilesystemBackend]:
+        own = {"min_free_bytes": 0, "batch_pages": 8, **options}
+        backend = FilesystemBackend(FilesystemOptions(path=str(self.root(name)), **own))
+        backend.open(BackendContext(name, {"kv": PAGE_BYTES}))
+        try:
+            yield backend
+        finally:
+            backend.close(10.0)
+
+    def fill(self, name: str, chains: int = 12, longest: int = 12) -> Tree:
+        """A tree of frames in backend `name`."""
+        tree = Tree(self.namespace, self.seed).grow(chains, longest)
+        self.store(name, tree.requests)
+        return tree
+
+    def store(self, name: str, requests: Sequence[WriteRequest]) -> None:
+        with self.opened(name) as backend:
+            for request in requests:
+                assert backend.write([request])[0].outcome.is_stored
+
+    def frames(self, name: str) -> dict[str, bytes]:
+        """Every frame by its path below the root."""
+        objects = self.root(name) / "objects"
+        files = (path for path in objects.glob("*/*/*") if path.is_file())
+        return {path.relative_to(objects).as_posix(): path.read_bytes() for path in files}
+
+    def path(self, name: str, page: ObjectId) -> Path:
+        return self.root(name) / object_path(page)
+
+    def assert_closed(self, name: str) -> None:
+        """Every frame is whole, and the one that it hangs on is there."""
+        headers = []
+        for path, data in self.frames(name).items():
+            header = parse_header(memoryview(data))
+            verify(header, header.object, memoryview(data)[HEADER_BYTES:])
+            assert path.endswith(header.key.hex())
+            headers.append(header)
+        keys = {header.key for header in headers}
+        for header in headers:
+            assert header.parent is None or header.parent_key in keys, "a page without its parent"
+
+
+@pytest.fixture
+def two(tmp_path: Path, seed: int) -> TwoRoots:
+    return TwoRoots(tmp_path, seed)
+
+
+@pytest.fixture
+def make_frame() -> Callable[..., WriteRequest]:
+    """`make_frame(name, parent, depth, payload)`."""
+    return frame_of
+
+
+@pytest.fixture
+def make_tree() -> type[Tree]:
+    return Tree
