@@ -102,7 +102,7 @@ class CudaCopies:
 
     def prepare(self, memory: DevicePages) -> None:
         """Compile what copies of `memory` need, so that the first one is as fast as the others."""
-        if not self._is_direct(memory):
+        if HAS_TRITON and not self._is_direct(memory):
             index = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self._move(memory, range(memory.layout.pieces), self._upload(index)[:0], self._lanes[0])
 

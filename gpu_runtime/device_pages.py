@@ -98,7 +98,7 @@ class DevicePages:
     def words_of(self, chunk: torch.Tensor, count: int, pieces: int) -> torch.Tensor:
         """The first bytes of uint8 memory, as words [count, pieces, words a piece]."""
         nbytes = count * pieces * self.layout.piece_bytes
-        return chunk[:nbytes].view(self._word).view(count, pieces, -1)
+        return chunk[:nbytes].view(self._word).view(count, pieces, self._shape(count)[2])
 
     def _shape(self, count: int) -> tuple[int, int, int]:
         layout = self.layout
