@@ -34,6 +34,7 @@ class Crew(Generic[T, R]):
     ) -> None:
         self._work = work
         self._ahead = 2 * threads
+        self._is_left = False
         self._jobs: queue.SimpleQueue[tuple[T, Future[R]] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(
@@ -55,7 +56,7 @@ class Crew(Generic[T, R]):
     ) -> None:
         for _ in self._threads:
             self._jobs.put(None)
-        for thread in self._threads if kind is None else ():
+        for thread in self._threads if kind is None and not self._is_left else ():
             thread.join(JOIN_S)
 
     def run(self, items: Iterable[T], is_over: Callable[[], bool]) -> Iterator[R]:
@@ -78,6 +79,7 @@ class Crew(Generic[T, R]):
                 return
             while not pending[0].done():
                 if is_over():
+                    self._is_left = True
                     return
                 _wait(pending[0])
             yield pending.popleft().result()

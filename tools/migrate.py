@@ -31,7 +31,8 @@ OnProgress = Callable[[str, int, int, int], None]
 """`(phase, pages done, pages in all (0: not known), bytes done)`."""
 
 MAX_FAILED_BATCHES = 8
-"""So many in a row in which every page failed: the store is away, and waiting for each is vain."""
+"""So many with none stored in between: the store is away, and waiting for each is vain."""
+_AWAY = ("unavailable", "timeout", "access", "overloaded", "error")
 
 
 class StopMigration(Exception):  # noqa: N818 (no error: the way to end a scan)
@@ -167,8 +168,9 @@ class Migration:
                 done += len(results)
                 moved += sum(result.nbytes for result in results)
                 self.on_progress("copy", done, total, moved)
-                is_lost = bool(results) and all(r.state is State.FAILED for r in results)
-                failed_batches = failed_batches + 1 if is_lost else 0
+                if any(result.state is State.DONE for result in results):
+                    failed_batches = 0
+                failed_batches += any(result.fault in _AWAY for result in results)
                 self._look_at(results, failed_batches)
 
     def _look_at(self, results: Sequence[Result], failed_batches: int) -> None:
