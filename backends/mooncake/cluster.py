@@ -89,7 +89,11 @@ class LocalCluster:
         folder = client_folder()
         assert folder is not None
         libraries = folder.parent / "mooncake_transfer_engine_non_cuda.libs"
-        environment = {**os.environ, "LD_LIBRARY_PATH": f"{libraries}:{folder}"}
+        environment = {
+            **os.environ,
+            "LD_LIBRARY_PATH": f"{libraries}:{folder}",
+            "GLOG_minloglevel": "0",  # its log says why it does not come up
+        }
         command = [
             str(folder / "mooncake_master"),
             f"-rpc_address={self._host}",
@@ -164,16 +168,12 @@ class LocalCluster:
 
     def kill_master(self) -> None:
         assert self.master is not None
-        self.master.kill()
-        self.master.wait()
+        _kill(self.master)
+        self.master = None
 
     def kill_store(self, index: int) -> str:
         """SIGKILL; the name of its segment."""
-        store = self.stores.pop(index)
-        store.kill()
-        store.wait()
-        if store.stdin is not None:
-            store.stdin.close()
+        _kill(self.stores.pop(index))
         return self.names.pop(index)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
@@ -250,3 +250,10 @@ class LocalCluster:
             return self._log_path(title).read_text(errors="replace")[-_LOG_TAIL:].strip()
         except OSError:
             return "no log"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()

@@ -10,14 +10,14 @@ from kvstrata.units import parse_size
 
 Protocol = Literal["tcp", "rdma"]
 Role = Literal["client", "store"]
-LogLevel = Literal["INFO", "WARNING", "ERROR", "FATAL"]
+LogLevel = Literal["INFO", "WARNING", "ERROR"]
 
 ADMIN_PORT = 9003
 """Where a master answers questions over HTTP, unless its `-metrics_port` says otherwise."""
 NO_ADMIN = "none"
 
 _PREFIXES = ("MC_", "MOONCAKE_", "GLOG_")
-_GLOG = {"INFO": "0", "WARNING": "1", "ERROR": "2", "FATAL": "3"}
+_GLOG = {"INFO": "0", "WARNING": "1", "ERROR": "2"}
 _MOST_REPLICAS = 8
 
 
@@ -88,8 +88,8 @@ class MooncakeOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """MC_MTU (RDMA); 0: the library chooses."""
     ib_port: int = 0
     """MC_IB_PORT (RDMA); 0: the library chooses."""
-    log_level: LogLevel = "FATAL"
-    """What the library writes to stderr. Its errors are counted here, and most are no news."""
+    log_level: LogLevel = "ERROR"
+    """What the library writes to stderr. It takes nothing quieter."""
     environment: dict[str, str] = {}
     """Further variables that the library reads, such as MC_TCP_LANES_PER_PEER = "4"."""
 
@@ -150,7 +150,7 @@ class MooncakeOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             "MC_RPC_CONNECT_TIMEOUT_MS": str(int(self.connect_timeout_s * 1000)),
             # More of them hold the interpreter for 90 s while a master is away; we try again.
             "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-            "MC_LOG_LEVEL": "ERROR" if self.log_level == "FATAL" else self.log_level,
+            "MC_LOG_LEVEL": self.log_level,
             "GLOG_minloglevel": _GLOG[self.log_level],
         }
         if self.memcpy is not None:
