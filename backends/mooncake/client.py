@@ -207,8 +207,15 @@ def _leak(store: object) -> None:
 
 
 def _forget_after_fork() -> None:
-    for client in list(_open_stores):
+    """A child has the library's memory and none of its threads, and the library cleans up when a
+    process exits: it would wait for them. So the child leaves without that."""
+    clients = list(_open_stores)
+    for client in clients:
         client.abandon()
+    if clients:
+        libc = ctypes.CDLL(None)
+        # `on_exit` handlers get the exit code, and the last one runs first: it is `_exit` itself.
+        libc.on_exit(libc._exit, None)
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -87,7 +87,7 @@ class Site:
 def shared(network: None) -> Iterator[Site]:
     """A master and two stores for all tests of a module that do them no harm."""
     with contextlib.ExitStack() as stack:
-        site = Site(stack, 51000)
+        site = Site(stack, 21000)
         site.start(2)
         yield site
 
@@ -96,7 +96,7 @@ def shared(network: None) -> Iterator[Site]:
 def site(network: None) -> Iterator[Site]:
     """A place for a master and stores that the test may kill."""
     with contextlib.ExitStack() as stack:
-        yield Site(stack, 51100)
+        yield Site(stack, 21100)
 
 
 class Staging:
