@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from kvstrata.backends.base import (
     BackendContext,
     Health,
+    Isolation,
     ObjectId,
     PageResult,
     ReadRequest,
@@ -44,6 +45,7 @@ class MooncakeBackend(StorageBackend):
     it is gone. So a page that could not be read does not exist, and may be stored anew.
     """
 
+    isolation = Isolation.PROCESS  # the library holds the interpreter in setup and close
     Options = MooncakeOptions
 
     def __init__(self, options: MooncakeOptions) -> None:

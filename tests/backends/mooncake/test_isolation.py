@@ -1,0 +1,33 @@
+"""The backend in a process of its own, which is its default."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import msgspec
+
+from kvstrata.backends import BackendContext
+from kvstrata.backends.base import Isolation
+from kvstrata.backends.mooncake import MooncakeBackend
+from kvstrata.backends.process import ProcessBackend
+from kvstrata.boundary import Outcome
+
+PAGE = 65536
+
+
+def test_pages_through_a_process_that_is_killed(
+    shared, start_worker, make_pages, make_staging, until
+) -> None:
+    assert MooncakeBackend.isolation is Isolation.PROCESS
+    staging, pages = make_staging(16, PAGE), make_pages(PAGE, chain="process")
+    backend = ProcessBackend(MooncakeBackend, msgspec.structs.replace(shared.options, replicas=2))
+    jobs = start_worker(backend, context=BackendContext("tested", regions=(staging.region,)))
+    stores = [staging.io(page, i) for i, page in enumerate(pages.stores(0, 8))]
+    assert jobs.store(stores).outcomes() == [Outcome.STORED] * 8
+    os.kill(backend.pid, signal.SIGKILL)
+    until(lambda: backend.restarts == 1 and backend.pid is not None)
+    loads = [staging.io(page, 8 + i) for i, page in enumerate(pages.loads(0, 8))]
+    assert jobs.load(loads).outcomes() == [Outcome.LOADED] * 8
+    assert [bytes(staging.page(8 + i)) for i in range(8)] == [pages.data(i) for i in range(8)]
+    assert jobs.drop(pages.names(0, 8)).count() == 8
