@@ -19,7 +19,9 @@ from kvstrata.tools.cli_options import (
     ConfigOption,
     JsonOption,
     NamespaceOption,
+    RateOption,
     SetOption,
+    ThreadsOption,
     duration_s,
     namespaces_of,
     size_bytes,
@@ -64,10 +66,8 @@ def migrate(
     may_evict: Annotated[
         bool, typer.Option("--may-evict", help="Go on where the destination must evict for it.")
     ] = False,
-    rate: Annotated[
-        str | None, typer.Option(help='Most bytes a second, e.g. "100MiB"; default: no limit.')
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, max=64, help="Batches in flight.")] = 4,
+    rate: RateOption = None,
+    threads: ThreadsOption = 4,
     journal: Annotated[
         Path | None,
         typer.Option(help="Where progress is kept; default: var/migrate-A-B.journal."),
@@ -82,14 +82,7 @@ def migrate(
     not be copied; 2: wrong use; 130: stopped by Ctrl-C.
     """
     settings = load_config(config, set_ or ())
-    for name, option in ((from_, "--from"), (to, "--to")):
-        backend_config(settings, name, option)
-    if is_same_store(settings, from_, to):
-        raise InputError(
-            f"{from_} and {to} are one store",
-            remedy="give --from and --to two backends with roots of their own",
-            where=settings.where("backends"),
-        )
+    _check_names(settings, from_, to)
     selection = Selection(
         namespaces_of(settings, namespace),
         duration_s(newer_than, "--newer-than"),
@@ -114,10 +107,19 @@ def migrate(
         progress_console.print(
             f"{why}; the same command goes on from here (journal {place})", style="yellow"
         )
-    if code is not None:
-        raise typer.Exit(code)
-    if not report.is_clean:
-        raise typer.Exit(1)
+    if code is not None or not report.is_clean:
+        raise typer.Exit(code or 1)
+
+
+def _check_names(config: Config, source: str, target: str) -> None:
+    for name, option in ((source, "--from"), (target, "--to")):
+        backend_config(config, name, option)
+    if is_same_store(config, source, target):
+        raise InputError(
+            f"{source} and {target} are one store",
+            remedy="give --from and --to two backends with roots of their own",
+            where=config.where("backends"),
+        )
 
 
 class _Command:

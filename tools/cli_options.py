@@ -33,6 +33,11 @@ NamespaceOption = Annotated[
     ),
 ]
 
+RateOption = Annotated[
+    str | None, typer.Option("--rate", help='Most bytes a second, "100MiB"; default: no limit.')
+]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, max=64, help="Batches in flight.")]
+
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
 MIN_DIGITS = 4

@@ -20,7 +20,9 @@ from kvstrata.tools.cli_options import (
     ConfigOption,
     JsonOption,
     NamespaceOption,
+    RateOption,
     SetOption,
+    ThreadsOption,
     namespaces_of,
     size_bytes,
 )
@@ -52,10 +54,8 @@ def verify(
         bool,
         typer.Option("--keep-orphans", help="With --repair: keep pages whose parent is missing."),
     ] = False,
-    rate: Annotated[
-        str | None, typer.Option(help='Most bytes a second, e.g. "100MiB"; default: no limit.')
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, max=64, help="Batches in flight.")] = 2,
+    rate: RateOption = None,
+    threads: ThreadsOption = 2,
     json: JsonOption = None,
     set_: SetOption = None,
 ) -> None:

@@ -79,7 +79,9 @@ class Journal(Catalog):
                 remedy="give --journal another file, or remove this one to begin anew",
                 where=place,
             )
-        self.is_resumed = self.phase not in ("", "scan", "done")
+        self.is_resumed = self.phase in ("persist", "delete") or (
+            self.phase == "copy" and self._has_begun()
+        )
         if not self.is_resumed:
             with self.transaction() as connection:
                 connection.execute("DELETE FROM pages")
@@ -93,6 +95,10 @@ class Journal(Catalog):
 
     def enter(self, phase: str) -> None:
         self.put(phase=phase)
+
+    def _has_begun(self) -> bool:
+        """Something was handed out. Before that a fresh scan knows more."""
+        return bool(self.count("(copied=1 OR state=?)", (State.WRITING,))[0])
 
     # ── what is to be copied, and in which order ─────────────────────────────────────────────────
 
