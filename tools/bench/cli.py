@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvstrata.errors import InputError, Where
 from kvstrata.tools.bench.control import ControlReport, run
+from kvstrata.units import parse_size
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -31,15 +32,47 @@ def control(
     """What a request costs in the control plane: digests, prefix match, insert."""
     report = run(trace, requests, page_tokens)
     Console().print(_table(report))
-    if json is not None:
-        try:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        except OSError as exc:
-            raise InputError(
-                f"cannot write the figures: {exc.strerror}",
-                remedy="give a path that can be written",
-                where=Where(json),
-            ) from exc
+    _write(report, json)
+
+
+@app.command()
+def transfer(
+    size: Annotated[str, typer.Option(help="How much a copy moves.")] = "1GiB",
+    repeats: Annotated[int, typer.Option(min=1, help="Of every measurement, in turns.")] = 5,
+    lmcache: Annotated[
+        Path | None, typer.Option(help="Folder with LMCache's c_ops, if it is not installed.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them there, as SVG or PNG.")] = None,
+) -> None:
+    """Copies between GPU and host: beside their limit, the peers' kernels, and a model."""
+    from kvstrata.tools.bench import transfer as bench  # torch is slow to import
+    from kvstrata.tools.bench import transfer_table
+
+    console = Console()
+    try:
+        nbytes = parse_size(size)
+    except ValueError as exc:
+        raise InputError(str(exc), remedy="give a size", where=Where(key="--size")) from exc
+    report = bench.run(nbytes, repeats, lmcache=lmcache, note=Console(stderr=True).print)
+    for table in transfer_table.tables(report):
+        console.print(table)
+    _write(report, json)
+    if plot is not None:
+        transfer_table.plot(report, plot)
+
+
+def _write(report: object, json: Path | None) -> None:
+    if json is None:
+        return
+    try:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as exc:
+        raise InputError(
+            f"cannot write the figures: {exc.strerror}",
+            remedy="give a path that can be written",
+            where=Where(json),
+        ) from exc
 
 
 def _table(report: ControlReport) -> Table:

@@ -1,0 +1,305 @@
+"""`kvstrata bench transfer`: copies between GPU and host beside their limit and the peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvstrata.errors import ConfigError, Where
+from kvstrata.tools.bench.transfer_beside import Model, measure
+from kvstrata.tools.bench.transfer_methods import (
+    GEOMETRIES,
+    Case,
+    Geometry,
+    Method,
+    medians,
+    methods_of,
+)
+from kvstrata.tools.bench.transfer_wall import DecodeLoop, Wall, loop_beside
+
+GATE_CYCLES = 60_000_000
+LAYER_GROUPS = 16
+BURST_PAGES = 64
+LOOP_STEPS = 250
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Scattered pages of one geometry by one method, medians. `share` is of the limit, which is one
+    contiguous pinned copy in the same run (of both ways at once, for "both")."""
+
+    geometry: str
+    method: str
+    way: str
+    gb_per_s: float
+    share: float
+    host_ms_per_gib: float
+    """Time in which its enqueueing kept a host thread, not all of it with the interpreter lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a sustained transfer costs work beside it, GPU times, medians of pairs."""
+
+    geometry: str
+    method: str
+    way: str
+    work: str
+    factor: float
+    extra_ms_per_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A decode loop that is launched from Python, beside transfers of another thread."""
+
+    transfers: str
+    loss_percent: float
+    gib_per_s: float
+
+
+@dataclass(slots=True)
+class TransferReport:
+    device: str
+    torch: str
+    nbytes: int
+    repeats: int
+    rates: list[Rate] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    wall: list[Rate] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+    first_group_share: dict[str, float] = field(default_factory=dict)
+    """Of the time of a restore of 32K tokens, until its first of 16 layer groups is there."""
+    verified: dict[str, bool] = field(default_factory=dict)
+
+
+Note = Callable[[str], None]
+
+
+def run(
+    nbytes: int, repeats: int, *, lmcache: Path | None = None, seed: int = 1, note: Note = print
+) -> TransferReport:
+    """Everything, in minutes. `lmcache` is a folder with LMCache's c_ops library, where the package
+    is not installed. Raises ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "this benchmark needs an NVIDIA GPU",
+            remedy="run it where there is one; `kvstrata doctor` says what is missing",
+            where=Where(key="device"),
+        )
+    name = torch.cuda.get_device_name()
+    report = TransferReport(name, str(torch.__version__), nbytes, repeats)
+    model = Model()
+    for geometry in GEOMETRIES:
+        note(f"{geometry.label}: rates")
+        case = Case(geometry, nbytes, seed)
+        methods = dict(methods_of(case, lmcache, peers=True))
+        _rates(report, case, methods, repeats)
+        note(f"{geometry.label}: beside a model")
+        if geometry is not GEOMETRIES[0]:
+            methods = {name: methods[name] for name in ("contiguous", "kvstrata")}
+        _costs(report, model, case, methods, repeats)
+        case.close()
+        del case, methods
+        torch.cuda.empty_cache()
+    del model
+    torch.cuda.empty_cache()
+    for geometry in GEOMETRIES:
+        note(f"{geometry.label}: through RuntimeInterface")
+        _wall(report, geometry, nbytes, repeats, seed)
+    note("layer groups")
+    _groups(report, GEOMETRIES[0], repeats, seed)
+    return report
+
+
+# ── GPU time ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rates(report: TransferReport, case: Case, methods: dict[str, Method], repeats: int) -> None:
+    ways = {"D2H": (True,), "H2D": (False,), "both": (True, False)}
+    rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for turn in range(repeats + 1):
+        for method, move in methods.items():
+            for way, outs in ways.items():
+                measured = _timed(case, move, outs)
+                if turn:  # the first one warms up
+                    rows.setdefault((method, way), []).append(measured)
+    limits = {way: medians(rows["contiguous", way])[0] for way in ways}
+    for (method, way), times in rows.items():
+        seconds, host_s = medians(times)
+        nbytes = case.nbytes * len(ways[way])
+        gib = nbytes / (1 << 30)
+        share = limits[way] / seconds
+        rate = Rate(
+            case.geometry.label, method, way, nbytes / seconds / 1e9, share, host_s * 1e3 / gib
+        )
+        report.rates.append(rate)
+    for out in (True, False):
+        case.ours(out)
+        report.verified[f"{case.geometry.label} {'D2H' if out else 'H2D'}"] = case.verify(out)
+
+
+def _timed(case: Case, move: Method, outs: tuple[bool, ...]) -> tuple[float, float]:
+    """GPU seconds from a common start to the last end, and host seconds of enqueueing."""
+    torch.cuda.synchronize()
+    gate = torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(case.stream(outs[0])):
+        torch.cuda._sleep(GATE_CYCLES)
+        gate.record()
+    for out in outs:
+        case.stream(out).wait_event(gate)
+        case.streams[out].has_waited = True
+    started = time.perf_counter()
+    for out in outs:
+        move(out)
+    host_s = time.perf_counter() - started
+    ends = []
+    for out in outs:
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record(case.stream(out))
+    torch.cuda.synchronize()
+    return max(gate.elapsed_time(end) for end in ends) / 1e3, host_s
+
+
+def _costs(
+    report: TransferReport, model: Model, case: Case, methods: dict[str, Method], repeats: int
+) -> None:
+    works = {"compute-bound": model.compute_bound, "decode-like": model.decode_like}
+    for out in (True, False):
+        for work, run_work in works.items():
+            pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
+            for _ in range(repeats):
+                for method, move in methods.items():
+                    pair = measure(model, run_work, case, move, out)
+                    factor = pair.beside_ms / pair.alone_ms
+                    pairs[method].append((factor, pair.extra_ms_per_gib))
+            for method, measured in pairs.items():
+                factor, extra = medians(measured)
+                way = "D2H" if out else "H2D"
+                cost = Cost(case.geometry.label, method, way, work, factor, extra)
+                report.costs.append(cost)
+
+
+# ── wall time ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _wall(report: TransferReport, geometry: Geometry, nbytes: int, repeats: int, seed: int) -> None:
+    limit = {
+        way: next(
+            r.gb_per_s
+            for r in report.rates
+            if (r.geometry, r.method, r.way) == (geometry.label, "contiguous", way)
+        )
+        for way in ("D2H", "H2D", "both")
+    }
+    wall = Wall(geometry, nbytes, seed)
+    try:
+        first, second = wall.pages(), wall.pages()
+        in_l2 = wall.to_l2(second)
+        moves: dict[str, Callable[[], float]] = {
+            "D2H": lambda: wall.out(first),
+            "H2D": lambda: wall.back(in_l2),
+            "both": lambda: wall.both(first, in_l2),
+        }
+        _wall_rates(report, wall, geometry.label, moves, limit, repeats)
+        if geometry is GEOMETRIES[0]:
+            _loops(report, moves, wall.nbytes, repeats)
+    finally:
+        wall.close()
+    if geometry is GEOMETRIES[0]:
+        wall = Wall(geometry, BURST_PAGES * wall.page_bytes, seed)
+        try:
+            first = wall.pages()
+            in_l2 = wall.to_l2(wall.pages())
+            moves = {"D2H": lambda: wall.out(first), "H2D": lambda: wall.back(in_l2)}
+            _wall_rates(report, wall, f"burst of {BURST_PAGES} pages", moves, limit, 4 * repeats)
+        finally:
+            wall.close()
+
+
+def _wall_rates(
+    report: TransferReport,
+    wall: Wall,
+    label: str,
+    moves: dict[str, Callable[[], float]],
+    limit: dict[str, float],
+    repeats: int,
+) -> None:
+    rows: dict[str, list[list[float]]] = {way: [] for way in moves}
+    for turn in range(repeats + 1):
+        for way, move in moves.items():
+            seconds = move()
+            if turn:
+                rows[way].append([seconds])
+    for way, measured in rows.items():
+        nbytes = wall.nbytes * (2 if way == "both" else 1)
+        rate = nbytes / medians(measured)[0] / 1e9
+        report.wall.append(Rate(label, "RuntimeInterface", way, rate, rate / limit[way], 0.0))
+
+
+def _loops(
+    report: TransferReport, moves: dict[str, Callable[[], float]], nbytes: int, repeats: int
+) -> None:
+    loop = DecodeLoop()
+    loop.steps(20)
+    plain = _plain_copies()
+    tasks: dict[str, Callable[[], int]] = {
+        "kvstrata, D2H": lambda: nbytes if moves["D2H"]() else 0,
+        "kvstrata, H2D": lambda: nbytes if moves["H2D"]() else 0,
+        "plain copies in a Python loop, D2H": plain,
+    }
+    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}
+    for _ in range(repeats):
+        for name, again in tasks.items():
+            beside = loop_beside(loop, again, LOOP_STEPS)
+            rows[name].append((beside.loss_percent, beside.gib_per_s))
+    for name, measured in rows.items():
+        loss, rate = medians(measured)
+        report.loops.append(Loop(name, loss, rate))
+
+
+def _plain_copies() -> Callable[[], int]:
+    """What a thread does that copies contiguous chunks of 32 MiB, with torch, one after another."""
+    stream = torch.cuda.Stream()
+    source = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+    target = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
+
+    def again() -> int:
+        with torch.cuda.stream(stream):
+            for _ in range(8):
+                target.copy_(source, non_blocking=True)
+            stream.synchronize()
+        return 8 * (32 << 20)
+
+    return again
+
+
+def _groups(report: TransferReport, geometry: Geometry, repeats: int, seed: int) -> None:
+    """A restore of 32K tokens, layer group by layer group."""
+    tokens = 32 * 1024
+    nbytes = tokens // geometry.page_tokens * geometry.spec.page_bytes(geometry.page_tokens)
+    case = Case(geometry, nbytes, seed)
+    pieces = case.pool.layout.pieces
+    rows = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(LAYER_GROUPS + 1)]
+        with torch.cuda.stream(case.stream(False)):
+            torch.cuda._sleep(GATE_CYCLES)
+            events[0].record()
+        case.streams[False].has_waited = True
+        for group, event in enumerate(events[1:]):
+            ends = (pieces * group // LAYER_GROUPS, pieces * (group + 1) // LAYER_GROUPS)
+            case.group(False, slice(*ends))
+            event.record(case.stream(False))
+        torch.cuda.synchronize()
+        whole = events[0].elapsed_time(events[-1])
+        rows.append([events[0].elapsed_time(events[1]) / whole, case.nbytes / whole / 1e6])
+    share, rate = medians(rows)
+    limit = next(r.gb_per_s for r in report.rates if (r.method, r.way) == ("contiguous", "H2D"))
+    report.first_group_share = {"first group": share, "whole, of the limit": rate / limit}
+    case.close()

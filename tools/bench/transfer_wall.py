@@ -1,0 +1,217 @@
+"""Transfers through `RuntimeInterface`, by the wall clock, and a decode loop beside them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvstrata.boundary import (
+    BackedUp,
+    Backup,
+    BatchDone,
+    BatchPlan,
+    Free,
+    Freed,
+    KeyRun,
+    OpenRow,
+    Restore,
+    Restored,
+    RowPlan,
+)
+from kvstrata.errors import IntegrityError
+from kvstrata.gpu_runtime import (
+    ForwardContext,
+    ForwardResult,
+    ForwardRow,
+    LocalGPURuntime,
+    RuntimeSettings,
+)
+from kvstrata.gpu_runtime.cuda import CudaDevice
+from kvstrata.handles import Extents, Tier
+from kvstrata.staging import StagingSettings, aligned
+from kvstrata.tools.bench.transfer_methods import Geometry
+
+WAIT_S = 30.0
+DEADLINE_S = 60.0
+
+
+class Blank:
+    """A ModelRunner that computes nothing: the pages keep what is in them."""
+
+    def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
+        del context
+        return ForwardResult([[0] if row.samples else [] for row in rows])
+
+
+class Wall:
+    """One runtime with room for two sets of `count` pages a tier; a set moves as one action."""
+
+    def __init__(self, geometry: Geometry, nbytes: int, seed: int) -> None:
+        self.spec, self.page_tokens = geometry.spec, geometry.page_tokens
+        self.page_bytes = self.spec.page_bytes(self.page_tokens)
+        self.count = max(2, nbytes // self.page_bytes)
+        self.nbytes = self.count * self.page_bytes
+        rng = np.random.default_rng(seed)
+        settings = RuntimeSettings(
+            components=(self.spec,),
+            pages=4 * self.count,
+            page_tokens=self.page_tokens,
+            max_requests=8,
+            max_context_tokens=(self.count + 1) * self.page_tokens,
+            staging=StagingSettings(total_bytes=4 * self.count * aligned(self.page_bytes)),
+        )
+        self.runtime = LocalGPURuntime(
+            settings,
+            Blank(),
+            make_device=CudaDevice,
+            page_order=lambda n: rng.permutation(n).astype(np.int64),
+        )
+        self._next = 0
+
+    def close(self) -> None:
+        self.runtime.close(DEADLINE_S)
+
+    # ── what moves ───────────────────────────────────────────────────────────────────────────────
+
+    def pages(self) -> Extents:
+        """READY pages in L1, scattered."""
+        tokens = np.zeros(self.count * self.page_tokens, np.int32)
+        plan = BatchPlan(
+            open=(OpenRow(tokens=tokens.tobytes(), namespace=bytes(32), max_new_tokens=1),),
+            rows=(RowPlan(row=0, start=0, count=len(tokens)),),
+        )
+        batch = self.runtime.prepare_batch(plan)
+        self.runtime.execute_batch(batch)
+        (done,) = self._wait(BatchDone, 1)
+        self.runtime.prepare_batch(BatchPlan(release=batch.opened))
+        extents: Extents = done.rows[0].extents
+        return extents
+
+    def backup(self, source: Extents) -> Backup:
+        keys = KeyRun(bytes(32), bytes(32), 0, bytes(32 * self.count))
+        return Backup(
+            action_id=self._number(), keys=keys, source=source, target=Tier.L2, deadline_s=WAIT_S
+        )
+
+    def restore(self, source: Extents) -> Restore:
+        return Restore(action_id=self._number(), source=source)
+
+    def free(self, *extents: Extents) -> None:
+        self.runtime.apply([Free(action_id=self._number(), extents=e) for e in extents])
+        self._wait(Freed, len(extents))
+
+    def out(self, pages: Extents) -> float:
+        """Seconds until a backup to L2 was told; its pages are freed again."""
+        started = time.perf_counter()
+        self.runtime.apply([self.backup(pages)])
+        (event,) = self._wait(BackedUp, 1)
+        took = time.perf_counter() - started
+        self._all(event.n)
+        self.free(event.extents)
+        return took
+
+    def back(self, pages: Extents) -> float:
+        """Seconds until a restore of L2 pages was told; its pages are freed again."""
+        started = time.perf_counter()
+        self.runtime.apply([self.restore(pages)])
+        (event,) = self._wait(Restored, 1)
+        took = time.perf_counter() - started
+        self._all(event.n)
+        self.free(event.extents)
+        return took
+
+    def both(self, in_l1: Extents, in_l2: Extents) -> float:
+        started = time.perf_counter()
+        self.runtime.apply([self.backup(in_l1), self.restore(in_l2)])
+        first, second = self._wait((BackedUp, Restored), 2)
+        took = time.perf_counter() - started
+        self._all(first.n)
+        self._all(second.n)
+        self.free(first.extents, second.extents)
+        return took
+
+    def to_l2(self, pages: Extents) -> Extents:
+        self.runtime.apply([self.backup(pages)])
+        (event,) = self._wait(BackedUp, 1)
+        self._all(event.n)
+        extents: Extents = event.extents
+        return extents
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _all(self, n: int) -> None:
+        if n != self.count:
+            raise IntegrityError(f"{n} of {self.count} pages were moved")
+
+    def _wait(self, kind: type | tuple[type, ...], count: int) -> list:  # type: ignore[type-arg]
+        found: list = []  # type: ignore[type-arg]
+        end = time.monotonic() + WAIT_S
+        while len(found) < count:
+            found += [e for e in self.runtime.poll(1.0) if isinstance(e, kind)]
+            if time.monotonic() > end:
+                raise IntegrityError(f"no {kind} within {WAIT_S} s")
+        return found
+
+
+# ── a model that is launched from Python ─────────────────────────────────────────────────────────
+
+
+class DecodeLoop:
+    """Eager launches, one Python call a kernel: 40 products a step that read 5.4 GB of weights, and
+    what small kernels there are between them."""
+
+    def __init__(self) -> None:
+        self.weights = torch.randn(40, 8192, 8192, device="cuda", dtype=torch.bfloat16) / 90
+        self.state = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
+        self.stream = torch.cuda.Stream()
+
+    def steps(self, count: int) -> float:
+        """Seconds a step."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            self.stream.synchronize()
+            started = time.perf_counter()
+            for _ in range(count):
+                x = self.state
+                for weight in self.weights:
+                    x = torch.nn.functional.rms_norm(x @ weight, (8192,))
+            self.stream.synchronize()
+            return (time.perf_counter() - started) / count
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBeside:
+    alone_ms: float
+    beside_ms: float
+    gib_per_s: float
+
+    @property
+    def loss_percent(self) -> float:
+        return 100 * (self.beside_ms / self.alone_ms - 1)
+
+
+def loop_beside(loop: DecodeLoop, again: Callable[[], int], steps: int) -> LoopBeside:
+    """The loop alone, and while another thread calls `again`, which moves and says how much."""
+    alone = loop.steps(steps)
+    stop, moved = threading.Event(), [0]
+
+    def keep_moving() -> None:
+        while not stop.is_set():
+            moved[0] += again()
+
+    thread = threading.Thread(target=keep_moving, name="bench-transfers")
+    thread.start()
+    started = time.perf_counter()
+    beside = loop.steps(steps)
+    seconds = time.perf_counter() - started
+    stop.set()
+    thread.join()
+    return LoopBeside(alone * 1e3, beside * 1e3, moved[0] / seconds / (1 << 30))
