@@ -133,6 +133,8 @@ class ForwardRow:
     samples: bool
     room: int = 1
     payload: bytes = b""
+    generation: int = 0
+    """Of the request. Slots are used again: what a runner keeps for a request it keeps by both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ def _forward_row(part: Part, index: int) -> ForwardRow:
         samples=start + count == row.n_tokens,
         room=1 if part.count else part.end - start,
         payload=row.payload,
+        generation=row.handle.generation,
     )
 
 

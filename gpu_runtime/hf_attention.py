@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from kvstrata.gpu_runtime.pools import DTYPES, ComponentPool
+from kvstrata.gpu_runtime.req_to_token import ReqToToken
 
 NAME = "kvstrata"
 """Of the attention implementation, in Transformers' registry."""
@@ -81,13 +82,15 @@ class PagedStep:
     `spans` are in the order of the packing, which sorts them by `count`.
     """
 
-    def __init__(self, spans: Sequence[Span], pool: ComponentPool, table: torch.Tensor) -> None:
+    def __init__(
+        self, spans: Sequence[Span], pool: ComponentPool, req_to_token: ReqToToken
+    ) -> None:
         self._pool = pool
         self._layers: set[int] = set()
-        written = [table[s.slot, s.start : s.end] for s in spans]
-        self._write = _Where.of(torch.cat(written).to(torch.int64), pool.page_tokens)
+        written = req_to_token.packed(pool.spec.name, ((s.slot, s.start, s.end) for s in spans))
+        self._write = _Where.of(written.to(torch.int64), pool.page_tokens)
         self._parts = [
-            _part(part, table, pool.page_tokens)
+            _part(part, pool, req_to_token)
             for count, same in groupby(spans, key=lambda span: span.count)
             for part in _together(count, list(same))
         ]
@@ -132,23 +135,23 @@ def _together(count: int, spans: list[Span]) -> list[list[Span]]:
     return [spans] if count <= GROUPED_TOKENS else [[span] for span in spans]
 
 
-def _part(spans: list[Span], table: torch.Tensor, page_tokens: int) -> _Part:
+def _part(spans: list[Span], pool: ComponentPool, req_to_token: ReqToToken) -> _Part:
     """Where the spans' KV is; shorter ones are padded with their own first position, so that
     nothing of another request is read, and masked."""
     count, longest = spans[0].count, max(span.end for span in spans)
     first, stop = spans[0].first, spans[-1].first + count
+    found = req_to_token.leading(pool.spec.name, [span.slot for span in spans], longest)
+    slots = found.to(torch.int64)
     if len(spans) == 1:
-        read = _Where.of(table[spans[0].slot, :longest].to(torch.int64), page_tokens)
+        read = _Where.of(slots[0], pool.page_tokens)
         return _Part(first, stop, count, spans[0].start, read, 1, longest, None)
-    device = table.device
-    rows = torch.tensor([span.slot for span in spans], device=device)
+    device = slots.device
     starts = torch.tensor([span.start for span in spans], device=device)
     columns = torch.arange(longest, device=device)
-    slots = table[rows, :longest].to(torch.int64)
     slots = torch.where(columns < (starts + count)[:, None], slots, slots[:, :1])
     last = starts[:, None] + torch.arange(count, device=device)
     mask = (columns <= last[:, :, None])[:, None]
-    read = _Where.of(slots.flatten(), page_tokens)
+    read = _Where.of(slots.flatten(), pool.page_tokens)
     return _Part(first, stop, count, 0, read, len(spans), longest, mask)
 
 

@@ -33,7 +33,8 @@ class OracleRunner:
 
     def __init__(self) -> None:
         self._tables: dict[str, torch.Tensor] = {}
-        self._key_cache: dict[int, tuple[bytes, int, bytes]] = {}
+        self._key_cache: dict[int, tuple[tuple[int, bytes], int, bytes]] = {}
+        """By slot: whose they are (generation and namespace), how many, the keys."""
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
         verified = mismatched = 0
@@ -54,15 +55,15 @@ class OracleRunner:
         Kept per row between steps and extended, since a decode would hash its prompt each step.
         """
         full = (row.start + row.count) // page_tokens
-        namespace, known, keys = self._key_cache.get(row.slot, (b"", 0, b""))
-        stale = namespace != row.namespace or row.first_in_batch or known > full
-        if stale:
+        mine = (row.generation, row.namespace)
+        owner, known, keys = self._key_cache.get(row.slot, (mine, 0, b""))
+        if owner != mine or row.first_in_batch or known > full:
             known, keys = 0, b""
         if full > known:
             tokens = row.tokens[known * page_tokens : full * page_tokens].data
             parent = keys[-KEY:] if keys else None
             keys += page_keys(row.namespace, tokens, page_tokens, parent)
-        self._key_cache[row.slot] = (row.namespace, full, keys)
+        self._key_cache[row.slot] = (mine, full, keys)
         return keys
 
     def _verify(self, row: ForwardRow, keys: bytes, context: ForwardContext) -> tuple[int, int]:

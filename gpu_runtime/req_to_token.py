@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -47,3 +47,14 @@ class ReqToToken:
     def slots(self, component: str, slot: int, start: int, stop: int) -> torch.Tensor:
         """Token slots of positions `start … stop - 1`, int32, on the device."""
         return self.tables[component][slot, start:stop]
+
+    def packed(self, component: str, spans: Iterable[tuple[int, int, int]]) -> torch.Tensor:
+        """Token slots of positions of several rows, one after another: (row, start, stop) each."""
+        table = self.tables[component]
+        return torch.cat([table[slot, start:stop] for slot, start, stop in spans])
+
+    def leading(self, component: str, slots: Sequence[int], stop: int) -> torch.Tensor:
+        """Token slots of positions `0 … stop - 1` of several rows, int32 [rows, stop]. Behind the
+        pages of a row stands what an earlier request left: mask it."""
+        table = self.tables[component]
+        return table[torch.tensor(slots, device=table.device), :stop]

@@ -14,7 +14,7 @@ with any batching server.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ from kvstrata.gpu_runtime.hf_drafting import Drafter
 from kvstrata.gpu_runtime.hf_models import component_spec_of
 from kvstrata.gpu_runtime.pools import ComponentPool
 from kvstrata.gpu_runtime.sampling import SamplingParams, decode_params, draw
+
+Weights = Callable[[bytes], Mapping[str, torch.Tensor]]
+"""The weights that the payload of a `NewEpoch` names, as `state_dict` calls them, on any device.
+Called on the compute stream's thread: it may block, and serving waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class TransformersRunner:
     """Implements `ModelRunner` (see there for threads and what is in place when).
 
     Takes `model` over: sets it to evaluation, replaces its attention, and moves it to the device of
-    the pools with the first step, where it is not there yet. One model may serve several runners.
+    the pools when a runtime is made with it. One model may serve several runners, which change its
+    weights for all then (`new_weights`).
     With a `drafter`, greedy rows that decode verify up to `draft_tokens` guesses a step (counters
     `drafted` and `accepted`); their tokens are those of plain greedy decoding. The KV of a refused
     guess lies behind the row's KV, where nothing reads it before it is written again.
@@ -69,7 +74,12 @@ class TransformersRunner:
     """
 
     def __init__(
-        self, model: Any, *, drafter: Drafter | None = None, draft_tokens: int = 4
+        self,
+        model: Any,
+        *,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 4,
+        weights: Weights | None = None,
     ) -> None:
         self.spec = component_spec_of(model)
         register()
@@ -79,21 +89,33 @@ class TransformersRunner:
         self.check_integrity()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._drafter, self._draft_tokens = drafter, draft_tokens
+        self._weights = weights
         self._pool: ComponentPool | None = None
 
     def forward(self, rows: Sequence[ForwardRow], context: ForwardContext) -> ForwardResult:
-        """Raises InputError for a token outside of the vocabulary or a payload that is no
-        `SamplingParams`: before anything is computed, but for all rows of the batch."""
-        pool = self._pool or self._bind(context)
-        works = [self._work(index, row) for index, row in enumerate(rows)]
+        """A row with a token outside of the vocabulary, or a payload that is no `SamplingParams`,
+        fails alone."""
+        assert self._pool is not None, "bind comes first"
+        works: list[_Work] = []
+        failed: dict[int, str] = {}
+        for index, row in enumerate(rows):
+            try:
+                works.append(self._work(index, row))
+            except InputError as error:
+                failed[index] = str(error)
         works.sort(key=lambda work: work.count)  # as PagedStep needs them
-        with torch.inference_mode():
-            logits = self._logits(works, pool, context)
-            sampled, counters = self._choose(works, logits)
-        return ForwardResult([sampled.get(i, []) for i in range(len(rows))], dict(counters))
+        sampled, counters = self._step(works, self._pool, context) if works else ({}, {})
+        tokens = [sampled.get(i, []) for i in range(len(rows))]
+        return ForwardResult(tokens, dict(counters), failed)
 
-    def _bind(self, context: ForwardContext) -> ComponentPool:
-        """With the first step: the pools must be made for this model."""
+    @torch.inference_mode()
+    def _step(
+        self, works: Sequence[_Work], pool: ComponentPool, context: ForwardContext
+    ) -> tuple[dict[int, list[int]], Counter[str]]:
+        return self._choose(works, self._logits(works, pool, context))
+
+    def bind(self, context: ForwardContext) -> None:
+        """The pools must fit the model, which moves to their device. Raises ConfigError."""
         pool = next(iter(context.pools.values()))
         mine, theirs = self.spec, pool.spec
         fields = ("layers", "kv_heads", "head_dim", "dtype")
@@ -108,7 +130,30 @@ class TransformersRunner:
         if self.model.device != pool.data.device:
             self.model.to(pool.data.device)
         self._pool = pool
-        return pool
+
+    @torch.no_grad()
+    def new_weights(self, payload: bytes) -> None:
+        """Copy the weights that `weights` finds for `payload` over those of the model, in place.
+        Raises ConfigError, with nothing changed, when they are of another model."""
+        if self._weights is None:
+            raise ConfigError(
+                "nobody said where other weights come from",
+                remedy="give TransformersRunner(…, weights=…)",
+                where=Where(key="model"),
+            )
+        new, mine = self._weights(payload), self.model.state_dict()
+        forms = [
+            {name: (tuple(w.shape), w.dtype) for name, w in found.items()} for found in (mine, new)
+        ]
+        if forms[0] != forms[1]:
+            odd = sorted({name for name, _ in forms[0].items() ^ forms[1].items()})
+            raise ConfigError(
+                f"weights of another model: {', '.join(odd[:3])} and {max(0, len(odd) - 3)} more",
+                remedy="only the values of weights can change; start anew for another model",
+                where=Where(key="model"),
+            )
+        for name, weight in mine.items():
+            weight.copy_(new[name])
 
     # ── before ───────────────────────────────────────────────────────────────────────────────────
 
@@ -121,7 +166,7 @@ class TransformersRunner:
                 remedy="use the tokenizer of this model",
                 where=Where(key="tokens"),
             )
-        params = decode_params(row.payload) if row.samples else SamplingParams()
+        params = decode_params(row.payload)
         return _Work(index, row, params, self._draft(row, params))
 
     def _draft(self, row: ForwardRow, params: SamplingParams) -> tuple[int, ...]:
@@ -147,8 +192,7 @@ class TransformersRunner:
         tokens = np.concatenate([work.tokens() for work in works])
         positions = np.concatenate([np.arange(s.start, s.end) for s in spans])
         device = pool.data.device
-        table = context.req_to_token.tables[pool.spec.name]
-        step = PagedStep(spans, pool, table)
+        step = PagedStep(spans, pool, context.req_to_token)
         output = self.model(
             input_ids=torch.from_numpy(tokens).to(device, torch.int64)[None],
             position_ids=torch.from_numpy(positions).to(device, torch.int64)[None],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from kvstrata.gpu_runtime.hf_drafting import PromptLookup
 from kvstrata.gpu_runtime.sampling import SamplingParams
 from kvstrata.gpu_runtime.transformers_runner import TransformersRunner
 from kvstrata.handles import Tier
-from kvstrata.tiers import RequestResult, RequestState
+from kvstrata.tiers import Namespace, RequestResult, RequestState
 from kvstrata.tools.engine import Engine, open_engine
 from kvstrata.tools.generate_model import Subject, fit_config, load_subject
 from kvstrata.tools.replay_report import HitTokens
@@ -49,8 +50,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     first_token_ms: float
     total_ms: float
+    epoch: int = 0
+    """Of the weights."""
     error: str = ""
     """Why it ended early; "" if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """What is asked of every prompt."""
+
+    max_new_tokens: int
+    sampling: SamplingParams
+    store: bool = True
 
 
 class GenerateReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,42 +88,36 @@ def run_generate(
     subject: Subject,
     prompts: Sequence[str],
     *,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    store: bool = True,
+    asks: Asks,
     salt: str = "",
     draft_tokens: int = 0,
+    then: Subject | None = None,
 ) -> GenerateReport:
-    """Run all prompts at once; those that share a prefix compute it once. `config` is fitted."""
-    tokens = [_tokens(subject, prompt, max_new_tokens) for prompt in prompts]
+    """Run all prompts at once; those that share a prefix compute it once. `config` is fitted.
+
+    `then`: change to its weights afterwards, as another epoch, and run them again.
+    """
+    tokens = [_tokens(subject, prompt, asks.max_new_tokens) for prompt in prompts]
     runner = TransformersRunner(
-        subject.model, drafter=PromptLookup() if draft_tokens else None, draft_tokens=draft_tokens
+        subject.model,
+        drafter=PromptLookup() if draft_tokens else None,
+        draft_tokens=draft_tokens,
+        weights=lambda _: then.model.state_dict() if then else {},
     )
     own = msgspec.structs.replace(config.namespace(), engine=ENGINE)
     namespace = own.with_request(salt=salt, adapter="")
     with open_engine(config, runner) as engine:
         device = engine.runtime.core.device.torch_device
-        subject.model.to(device)
-        ids = [
-            _submit(
-                engine,
-                t,
-                namespace.fingerprint(),
-                max_new_tokens=max_new_tokens,
-                stop_tokens=subject.stop_tokens,
-                payload=sampling.encode(),
-                store=store,
+        answers = _ask(engine, subject, prompts, tokens, namespace, asks)
+        if then is not None:
+            new = msgspec.structs.replace(
+                namespace, model=then.name, revision=then.revision, epoch=namespace.epoch + 1
             )
-            for t in tokens
-        ]
-        results = _drive(engine)
+            engine.scheduler.new_epoch(new.epoch, lambda _: new.fingerprint())
+            answers += _ask(engine, subject, prompts, tokens, new, asks)
         engine.runtime.check_integrity()
         stats = engine.runtime.storage_stats()
         stored = dict(stats.pages["store"]) if stats is not None else {}
-    size = config.pools.page_tokens
-    answers = [
-        _answer(subject, prompt, results[i], size) for prompt, i in zip(prompts, ids, strict=True)
-    ]
     return GenerateReport(
         model=subject.name,
         revision=subject.revision,
@@ -122,6 +128,34 @@ def run_generate(
         counters={**engine.scheduler.cache.counters, **engine.scheduler.counters},
         stored={outcome.value: pages for outcome, pages in stored.items()},
     )
+
+
+def _ask(
+    engine: Engine,
+    subject: Subject,
+    prompts: Sequence[str],
+    tokens: Sequence[bytes],
+    namespace: Namespace,
+    asks: Asks,
+) -> list[Answer]:
+    """All prompts under one namespace, to their end."""
+    ids = [
+        _submit(
+            engine,
+            t,
+            namespace.fingerprint(),
+            max_new_tokens=asks.max_new_tokens,
+            stop_tokens=subject.stop_tokens,
+            payload=asks.sampling.encode(),
+            store=asks.store,
+        )
+        for t in tokens
+    ]
+    results = _drive(engine)
+    return [
+        _answer(subject, prompt, results[i], namespace)
+        for prompt, i in zip(prompts, ids, strict=True)
+    ]
 
 
 def _tokens(subject: Subject, prompt: str, max_new_tokens: int) -> bytes:
@@ -157,18 +191,19 @@ def _drive(engine: Engine) -> dict[int, RequestResult]:
     return results
 
 
-def _answer(subject: Subject, prompt: str, result: RequestResult, page_tokens: int) -> Answer:
+def _answer(subject: Subject, prompt: str, result: RequestResult, namespace: Namespace) -> Answer:
     finished = result.state is RequestState.FINISHED
     output = np.frombuffer(result.output_tokens, np.int32).tolist()
     return Answer(
         prompt=prompt,
         prompt_tokens=result.prompt_tokens,
-        hit_tokens=HitTokens(*(result.hit_pages[tier] * page_tokens for tier in Tier)),
+        hit_tokens=HitTokens(*(result.hit_pages[tier] * namespace.page_tokens for tier in Tier)),
         computed_tokens=result.computed_tokens,
         output_tokens=output,
         text=subject.decode(output),
         first_token_ms=round(result.first_token_s * 1e3, 3),
         total_ms=round(result.total_s * 1e3, 3),
+        epoch=namespace.epoch,
         error="" if finished else result.error or result.state.value,
     )
 
@@ -202,6 +237,10 @@ def generate(
     epoch: Annotated[
         int | None, typer.Option(min=0, help="Epoch of the weights, instead of namespace.epoch.")
     ] = None,
+    then: Annotated[
+        str,
+        typer.Option(help="Then change to the weights of this model, and run the prompts again."),
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")
@@ -228,11 +267,10 @@ def generate(
         fitted,
         subject,
         prompt or [DEFAULT_PROMPT],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        store=not no_store,
+        asks=Asks(max_new_tokens, sampling, not no_store),
         salt=salt,
         draft_tokens=draft,
+        then=load_subject(then) if then else None,
     )
     print_report(report, subject.has_text, Console(highlight=False))
     if json is not None:
@@ -251,7 +289,9 @@ def print_report(report: GenerateReport, has_text: bool, console: Console) -> No
             console.print(answer.text, markup=False, soft_wrap=True)
         else:
             console.print(" ".join(map(str, answer.output_tokens)), soft_wrap=True)
-    table = Table("prompt", title=f"{report.model} on {report.device}", title_justify="left")
+    table = Table(
+        "prompt", "epoch", title=f"{report.model} on {report.device}", title_justify="left"
+    )
     for name in ("tokens", "from L1", "from L2", "from L3", "computed", "new", "first token"):
         table.add_column(name, justify="right")
     for i, answer in enumerate(report.answers, 1):
@@ -259,6 +299,7 @@ def print_report(report: GenerateReport, has_text: bool, console: Console) -> No
         numbers = (answer.prompt_tokens, hits.l1, hits.l2, hits.l3, answer.computed_tokens)
         table.add_row(
             str(i),
+            str(answer.epoch),
             *map(str, numbers),
             str(len(answer.output_tokens)),
             f"{answer.first_token_ms:,.1f} ms",

@@ -43,9 +43,11 @@ class Subject:
 
 
 def load_subject(name: str) -> Subject:
-    """The model that `--model` names: "tiny" and its like, or a local directory."""
-    if name in TINY:
-        model = tiny_model(TINY[name])
+    """The model that `--model` names: "tiny" and its like, with a seed ("tiny:5") or without, or a
+    local directory."""
+    kind, _, seed = name.partition(":")
+    if kind in TINY and (not seed or seed.isdecimal()):
+        model = tiny_model(TINY[kind], int(seed or 0))
         return Subject(
             name=name,
             revision=revision_of_weights(model),

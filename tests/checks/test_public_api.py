@@ -31,7 +31,8 @@ PUBLIC: dict[str, str] = {
     "kvstrata.gpu_runtime": """
         ComponentPool ComponentSpec CpuDevice Device Event ForwardContext ForwardResult
         ForwardRow LocalGPURuntime ModelRunner OracleRunner PathTotals ReqToToken
-        RuntimeSettings Stream Timeline
+        RuntimeSettings SamplingParams Stream SupportsBind SupportsNewWeights Timeline
+        TransformersRunner component_spec_of
     """,
     "kvstrata.tools": "",
 }

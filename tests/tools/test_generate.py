@@ -114,6 +114,18 @@ def test_epochs_salts_and_no_store(call: Call) -> None:
     assert hits(call("tiny", "--no-store")) == (0, 0, 48)
 
 
+def test_weights_that_change_between_two_runs(call: Call) -> None:
+    """One process, two sets of weights: the second finds nothing of the first, in no tier."""
+    report = call("tiny", "--then", "tiny:5")
+    assert [answer["epoch"] for answer in report["answers"]] == [0, 1]
+    assert hits(report, 0) == hits(report, 1) == (0, 0, 0)
+    assert tokens(report, 0) != tokens(report, 1)
+    assert tokens(report, 1) == tokens(call("tiny:5", "--no-store"))
+    again = call("tiny", "--then", "tiny:5")
+    assert hits(again, 0) == hits(again, 1) == (0, 0, 48), "each finds its own in L3"
+    assert [tokens(again, i) for i in (0, 1)] == [tokens(report, i) for i in (0, 1)]
+
+
 def test_other_models_and_geometries_share_nothing(
     call: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:

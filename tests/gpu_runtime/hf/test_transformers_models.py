@@ -18,7 +18,9 @@ from kvstrata.gpu_runtime import (
     ComponentSpec,
     ForwardContext,
     ForwardRow,
+    LocalGPURuntime,
     ReqToToken,
+    RuntimeSettings,
 )
 from kvstrata.gpu_runtime.hf_attention import GROUPED_TOKENS, QUERY_BLOCK
 from kvstrata.gpu_runtime.hf_models import (
@@ -28,7 +30,7 @@ from kvstrata.gpu_runtime.hf_models import (
     tiny_model,
 )
 from kvstrata.gpu_runtime.transformers_runner import TransformersRunner
-from kvstrata.tiers import RequestState
+from kvstrata.staging import StagingSettings
 from kvstrata.tiers.namespace import revision_of_path
 
 SMALL = {
@@ -63,6 +65,7 @@ class Bench:
         self.table = ReqToToken(("kv",), 8, 1024, page, cpu)
         self.order = np.random.default_rng(3).permutation(pages)
         self.context = ForwardContext({"kv": pool}, self.table, page)
+        self.runner.bind(self.context)
 
     def open(self, slot: int, pages: int, first: int) -> None:
         self.table.set_pages("kv", slot, 0, self.order[first : first + pages])
@@ -204,13 +207,12 @@ def test_other_models_that_are_refused() -> None:
         TransformersRunner(bloom)
 
 
-def test_pools_of_another_model_fail_the_batch(make_rig: Any) -> None:
-    rig = make_rig("llama")
-    rig.runner.spec = component_spec_of(tiny_model("qwen2"))
-    request = rig.submit([1, 2, 3], 1)
-    rig.run()
-    assert rig.results[request].state is RequestState.FAILED
-    assert "layers=3" in rig.results[request].error
+def test_pools_of_another_model_are_refused_at_the_start() -> None:
+    """The runtime's constructor raises it, before anything runs."""
+    spec = component_spec_of(tiny_model("qwen2"))
+    settings = RuntimeSettings((spec,), 8, 4, 2, 64, StagingSettings(total_bytes=1 << 20))
+    with pytest.raises(ConfigError, match="layers=2"):
+        LocalGPURuntime(settings, TransformersRunner(tiny_model("llama")))
 
 
 def test_a_model_that_somebody_changes_is_noticed() -> None:

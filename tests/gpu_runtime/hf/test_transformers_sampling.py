@@ -164,18 +164,34 @@ def test_seeds_differ_and_repeat(make_rig: Any, prompt_of: Callable[[int], list[
     assert one == again != two
 
 
-def test_a_payload_that_is_wrong_fails_its_batch_and_no_other(
+def test_what_a_request_gets_wrong_fails_it_alone(
     make_rig: Any, plain: Any, prompt_of: Callable[[int], list[int]]
 ) -> None:
+    """A payload that is nonsense, a token out of range: the rows beside them go on."""
     prompt = prompt_of(PAGE + 1)
     rig = make_rig()
-    request = rig.engine.scheduler.submit(
-        np.asarray(prompt, np.int32).tobytes(), rig.engine.namespace, payload=b"nonsense"
+    nonsense = rig.engine.scheduler.submit(
+        np.asarray(prompt_of(7), np.int32).tobytes(), rig.engine.namespace, payload=b"nonsense"
     )
+    good = rig.submit(prompt, NEW)
+    outside = rig.submit([1, 256], NEW)
+    rig.run()
+    for request, why in ((nonsense, "SamplingParams"), (outside, "vocabulary of 256")):
+        assert rig.results[request].state is RequestState.FAILED
+        assert why in rig.results[request].error
+    assert rig.runner.steps < 2 * NEW, "they shared batches"
+    assert rig.answer(good).tokens == plain(prompt, NEW)
+
+
+def test_a_wrong_payload_is_found_with_the_first_chunk(
+    make_rig: Any, prompt_of: Callable[[int], list[int]]
+) -> None:
+    rig = make_rig(chunk=PAGE)
+    data = np.asarray(prompt_of(4 * PAGE), np.int32).tobytes()
+    request = rig.engine.scheduler.submit(data, rig.engine.namespace, payload=b"nonsense")
     rig.run()
     assert rig.results[request].state is RequestState.FAILED
-    assert "SamplingParams" in rig.results[request].error
-    assert rig.ask(prompt, NEW).tokens == plain(prompt, NEW)
+    assert rig.runner.steps == 0
 
 
 @pytest.mark.parametrize("token", [-1, 256, 2**31 - 1])
