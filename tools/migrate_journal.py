@@ -79,9 +79,11 @@ class Journal(Catalog):
                 remedy="give --journal another file, or remove this one to begin anew",
                 where=place,
             )
-        self.is_resumed = self.phase in ("persist", "delete") or (
+        self.is_resumed = self.phase in ("persist", "delete", "done") or (
             self.phase == "copy" and self._has_begun()
         )
+        if self.phase == "done":
+            self._reopen()
         if not self.is_resumed:
             with self.transaction() as connection:
                 connection.execute("DELETE FROM pages")
@@ -95,6 +97,14 @@ class Journal(Catalog):
 
     def enter(self, phase: str) -> None:
         self.put(phase=phase)
+
+    def _reopen(self) -> None:
+        """It was done, and killed before it could say so: look for what came since."""
+        kept = (State.DONE, State.SAFE, State.DELETED)
+        with self.transaction() as connection:
+            connection.execute("DELETE FROM pages WHERE state NOT IN (?, ?, ?)", kept)
+            connection.execute("UPDATE pages SET parent_id=NULL, place=NULL")
+            connection.execute("UPDATE meta SET value='scan' WHERE name='phase'")
 
     def _has_begun(self) -> bool:
         """Something was handed out. Before that a fresh scan knows more."""

@@ -181,6 +181,23 @@ def test_what_a_killed_one_leaves_is_cleared(two: Any) -> None:
             assert backend.index.usage().inflight_bytes == 0
 
 
+@pytest.mark.parametrize("move", [False, True])
+def test_killed_when_all_was_done(two: Any, make_frame: Any, move: bool) -> None:
+    """The report was never seen: the next run gives it, and takes what has come since."""
+    tree = two.fill("a", chains=4, longest=4)
+    options = ["--move"] if move else []
+    where = "kvstrata.tools.cli_migrate:_Command:run:1:after"
+    with _start(two, _command(two, *options), "-c", DOOMED, where) as process:
+        process.communicate(timeout=WAIT_S)
+    assert process.returncode == -signal.SIGKILL
+    two.store("a", [make_frame(ObjectId(two.namespace, b"\x05" * 32), None, 0, b"n" * 512)])
+    report = _finish(two, *options)
+    pages = len(tree.requests) + 1
+    assert (report["pages"], report["copied"], report["existed"]) == (pages, pages, 0)
+    assert report["deleted"] == (pages if move else 0)
+    assert len(two.frames("b")) == pages
+
+
 def test_a_page_of_a_dead_run_is_not_counted_twice(two: Any) -> None:
     """Killed between the write and the note of it: the next run finds the page and counts it as
     its own, once."""
