@@ -13,7 +13,7 @@ TRACE  ?= ../shared/traces/conversation.jsonl
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format replay-full gpu gpu-correct clean
+.PHONY: help setup run test check format replay-full gpu $(addprefix gpu-,correct order model sanitize bench) clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -56,10 +56,28 @@ replay-full: setup ## Replay a whole trace in each replay configuration (TRACE=â
 
 GPU_PYTHON ?= $(BIN)/python
 
-gpu-correct: ## What needs a GPU: order and bytes (GPU_PYTHON=python3 uses another Python)
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m cuda tests -p no:cacheprovider
+GPU_OUT    ?= var/gpu
+GPU_PARTS  := correct order model sanitize bench
+RUN_PART    = PYTHONPATH=src $(GPU_PYTHON) tests/gpu_parts.py --out $(GPU_OUT)
 
-gpu: gpu-correct ## Everything that needs a GPU, in parts of a few minutes each
+gpu-correct: ## What needs a GPU: bytes, plans, order (GPU_PYTHON=python3 uses another Python)
+	$(RUN_PART) run correct
+
+gpu-order: ## 1,000 rounds with slow kernels under memory pressure
+	$(RUN_PART) run order
+
+gpu-model: ## A Transformers model on the GPU
+	$(RUN_PART) run model
+
+gpu-sanitize: ## A few tests under compute-sanitizer, where it is installed
+	$(RUN_PART) run sanitize
+
+gpu-bench: ## kvstrata bench transfer
+	$(RUN_PART) run bench
+
+gpu: ## Everything that needs a GPU, in parts of a few minutes each; then one JSON file, and a table
+	for part in $(GPU_PARTS); do $(RUN_PART) run $$part || true; done
+	$(RUN_PART) merge
 
 clean: ## Remove what was made, but not .venv and not var
 	rm -rf build dist *.egg-info src/*.egg-info .mypy_cache .ruff_cache .pytest_cache \
