@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated
 
@@ -31,11 +32,12 @@ from kvstrata.tools.cli_progress import page_progress
 from kvstrata.tools.migrate_copy import RateLimit
 from kvstrata.tools.replay_control import interruptible
 from kvstrata.tools.stores import backend_config, open_store, root_of
-from kvstrata.tools.verify import Verification, VerifyReport, build_report
+from kvstrata.tools.verify import Kind, Verification, VerifyReport, build_report
 from kvstrata.units import format_size
 
 MAX_ROWS = 40
-"""Of the table; `--json` has all."""
+"""Of the table; `--json` has all, with whole names."""
+_LONG = re.compile(r"([0-9a-f]{16})[0-9a-f]{48}")
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="A backend of the configuration.")
@@ -114,15 +116,18 @@ def print_report(report: VerifyReport, console: Console, root: str | None) -> No
     if report.problems:
         table = Table("problem", "where", "what", "remedy", title=report.backend)
         table.columns[1].overflow = "fold"
-        for problem in report.problems[:MAX_ROWS]:
-            place = problem.place.removeprefix(f"{root}/")
+        shown = [p for p in report.problems if p.kind != Kind.UNREACHABLE]
+        for problem in shown[:MAX_ROWS]:
+            place = _LONG.sub(r"\1…", problem.place.removeprefix(f"{root}/"))
             table.add_row(problem.kind, Text(place), Text(problem.message), Text(problem.remedy))
         console.print(table)
         if root is not None:
             console.print(Text(f"files are below {root}"), style="dim")
-        if len(report.problems) > MAX_ROWS:
-            more = len(report.problems) - MAX_ROWS
-            console.print(f"… and {more:,} more; --json has all", highlight=False)
+        if more := len(report.problems) - min(len(shown), MAX_ROWS):
+            text = f"… and {more:,} more"
+            if len(shown) <= MAX_ROWS:
+                text = f"… and {more:,} unreachable pages that hang on these"
+            console.print(f"{text}; --json has all, with whole names", highlight=False)
     speed = report.bytes / report.seconds / 1e6 if report.seconds else 0.0
     summary = Table("", "", title=f"{report.backend}: what was looked at", show_header=False)
     summary.columns[1].justify = "right"
