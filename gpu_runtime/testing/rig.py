@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings
+from kvstrata.backends.policies import BreakerSettings
 from kvstrata.boundary import (
     BackedUp,
     BatchDone,
@@ -30,6 +31,8 @@ from kvstrata.staging import StagingSettings, aligned
 MakeRuntime = Callable[..., RuntimeInterface]
 """`make_runtime(settings, runner, worker)`, worker None for a runtime without L3."""
 
+PATIENT = WorkerSettings(breaker=BreakerSettings(failures=0, probe_s=0))
+"""The worker asks on, however the backend fails: the tests are about the runtime."""
 BACKEND = "bench"
 KV = ComponentSpec("kv", layers=2, kv_heads=1, head_dim=4, dtype="float16")
 CLOSE_S = 10.0
@@ -197,7 +200,7 @@ class RuntimeSuite:
             context = BackendContext(
                 BACKEND, {c.name: c.page_bytes(self.page_tokens) for c in self.components}
             )
-            worker = StorageWorker(BACKEND, backend, WorkerSettings(), context)
+            worker = StorageWorker(BACKEND, backend, PATIENT, context)
         runtime = make_runtime(settings, runner, worker)
         rig = Rig(settings, runtime, runner, backend, worker, Driver(runtime))
         try:

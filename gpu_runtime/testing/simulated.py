@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings, worker
+from kvstrata.backends import BackendContext, StorageWorker, worker
 from kvstrata.backends.frame import HEADER_BYTES
 from kvstrata.boundary import (
     KEY_BYTES,
@@ -35,6 +35,7 @@ from kvstrata.gpu_runtime.oracle import _sample
 from kvstrata.gpu_runtime.pools import ComponentSpec
 from kvstrata.gpu_runtime.sim import SimBackend, SimDevice, SimRunner, poison, tear
 from kvstrata.gpu_runtime.testing.driver import require
+from kvstrata.gpu_runtime.testing.rig import PATIENT
 from kvstrata.gpu_runtime.transfers import objects_of
 from kvstrata.gpu_runtime.turns import Threads, Turns, rest
 from kvstrata.handles import Extents, StagingMode, Tier
@@ -98,9 +99,7 @@ class SimBench:
         components = (KV, INDEX) if rng.random() < 0.3 else (KV,)
         self.runner, self.backend = SimRunner(), SimBackend()
         context = BackendContext("store", {c.name: c.page_bytes(PAGE) for c in components})
-        self.worker = StorageWorker(
-            "store", self.backend, WorkerSettings(), context, clock=self.turns.now
-        )
+        self.worker = StorageWorker("store", self.backend, PATIENT, context, clock=self.turns.now)
         stride = sum(-(-c.page_bytes(PAGE) // 4096) * 4096 for c in components)
         settings = RuntimeSettings(
             components=components,
