@@ -50,6 +50,20 @@ class RateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Pages of all operations together; 0: no bound."""
 
 
+class ProcessSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[backends.NAME.process]`: the process of its own, with isolation "process"."""
+
+    open_deadline_s: _Delay = 30.0
+    """Import, start and `open` of the backend in its process."""
+    restart_delay_s: _Delay = 0.1
+    """Before the first restart; twice as long before each further one."""
+    restart_delay_max_s: _Delay = 10.0
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """A process that holds more memory of its own is restarted; 0: no bound."""
+    kill_after_s: _Delay = 5.0
+    """It is killed when a call runs so long past its deadline."""
+
+
 class Retry:
     """When a job that failed is tried again."""
 

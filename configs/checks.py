@@ -63,7 +63,10 @@ COMPONENT_CHOICES: Mapping[str, Choice] = {
     "dtype": Choice(tuple(ITEM_BYTES)),
     "layout": Choice(("NHD", "HND")),
 }
-BACKEND_CHOICES: Mapping[str, Choice] = {"on_full": Choice(("block", "drop"))}
+BACKEND_CHOICES: Mapping[str, Choice] = {
+    "on_full": Choice(("block", "drop")),
+    "isolation": Choice(("auto", "thread", "process")),
+}
 
 
 def check(config: Config) -> None:

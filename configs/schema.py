@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from kvstrata.backends.policies import (
+    BreakerSettings,
+    ProcessSettings,
+    RateSettings,
+    RetrySettings,
+)
 from kvstrata.configs.source import ConfigSource, Keys
 from kvstrata.errors import Where
 
@@ -166,6 +172,19 @@ class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A load that takes longer is a miss."""
     lookup_deadline_s: Seconds = 5.0
     """A lookup that takes longer finds nothing."""
+    queue_s: Seconds = 10.0
+    """With on_full = "drop": a store that would wait longer, at the pace measured, is skipped."""
+    isolation: str = "auto"
+    """Where the plugin runs: auto (as it declares) | thread | process (of its own)."""
+    retry: RetrySettings = RetrySettings()
+    """`[backends.NAME.retry]`: attempts, first_delay_s, max_delay_s."""
+    breaker: BreakerSettings = BreakerSettings()
+    """`[backends.NAME.breaker]`: failures, cooldown_s, probe_s, probe_deadline_s."""
+    rate: RateSettings = RateSettings()
+    """`[backends.NAME.rate]`: bytes_per_s, ops_per_s."""
+    process: ProcessSettings = ProcessSettings()
+    """`[backends.NAME.process]`: open_deadline_s, restart_delay_s, restart_delay_max_s,
+    memory_bytes, kill_after_s."""
     options: Any = msgspec.field(default_factory=dict)
     """The plugin's `Options` struct, validated (a table in the file)."""
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings, load_plugin
+from kvstrata.backends import (
+    BackendContext,
+    Isolation,
+    StorageWorker,
+    WorkerSettings,
+    load_plugin,
+)
+from kvstrata.backends.process import ProcessBackend
 from kvstrata.configs import Config
 from kvstrata.configs.schema import SECTIONS
 from kvstrata.errors import ConfigError, KvstrataError, PluginError
@@ -34,6 +41,8 @@ from kvstrata.tiers import (
 CLOSE_DEADLINE_S = 30.0
 ABORT_DEADLINE_S = 3.0
 """After an exception nobody waits for what storage is doing."""
+START_MARGIN_S = 5.0
+"""A process that cannot be opened in time is ended first, and says why."""
 MAX_TREE_PAGES = 8_000_000
 """Pages that the tree remembers (about 60 bytes each)."""
 
@@ -62,30 +71,45 @@ class Engine:
         self.close(CLOSE_DEADLINE_S if kind is None else ABORT_DEADLINE_S)
 
 
-def open_worker(config: Config) -> StorageWorker | None:
-    """The worker of the backend that `[l3]` names, not started; None without L3.
+def open_worker(config: Config, name: str | None = None) -> StorageWorker | None:
+    """The worker of the backend `name`, by default the one of `[l3]`, not started; None without L3.
 
     Raises PluginError when the plugin does not take its options."""
-    backend = config.l3_backend
-    if backend is None:
+    name = config.l3.backend if name is None else name
+    if not name:
         return None
+    backend = config.backends[name]
     plugin = load_plugin(backend.plugin)
     context = BackendContext(
-        name=config.l3.backend, page_bytes={c.name: c.page_bytes for c in config.components}
+        name=name, page_bytes={c.name: c.page_bytes for c in config.components}
     )
     on_full: Any = backend.on_full
-    settings = WorkerSettings(on_full=on_full, queue_pages=backend.queue_pages)
+    settings = WorkerSettings(
+        on_full=on_full,
+        queue_pages=backend.queue_pages,
+        queue_s=backend.queue_s,
+        retry=backend.retry,
+        breaker=backend.breaker,
+        rate=backend.rate,
+        open_deadline_s=backend.process.open_deadline_s + START_MARGIN_S,
+        kill_after_s=backend.process.kill_after_s,
+    )
+    isolation = plugin.isolation if backend.isolation == "auto" else Isolation(backend.isolation)
     try:
-        instance = plugin(backend.options)
+        instance = (
+            ProcessBackend(plugin, backend.options, backend.process)
+            if isolation is Isolation.PROCESS
+            else plugin(backend.options)
+        )
     except KvstrataError:
         raise
     except Exception as error:
         raise PluginError(
             f"backend {backend.plugin!r} cannot be made: {type(error).__name__}: {error}",
             remedy="check its options; if they are right, the plugin needs a fix",
-            where=config.where("backends", config.l3.backend),
+            where=config.where("backends", name),
         ) from error
-    return StorageWorker(config.l3.backend, instance, settings, context)
+    return StorageWorker(name, instance, settings, context)
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:

@@ -21,10 +21,11 @@ from kvstrata.backends.base import (
     WriteRequest,
 )
 from kvstrata.backends.phases import note_copy
+from kvstrata.backends.policies import ProcessSettings
 from kvstrata.backends.process import wire
 from kvstrata.backends.process.child import Child
 from kvstrata.backends.process.memory import CallMemory, RegionMap
-from kvstrata.backends.process.supervisor import ProcessSettings, Supervisor
+from kvstrata.backends.process.supervisor import Supervisor
 from kvstrata.errors import StorageUnavailableError
 
 

@@ -9,11 +9,11 @@ import select
 import threading
 import time
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 
 from kvstrata.backends.base import BackendContext
+from kvstrata.backends.policies import ProcessSettings
 from kvstrata.backends.process import wire
 from kvstrata.backends.process.child import Child
 from kvstrata.errors import (
@@ -30,20 +30,6 @@ _CLOSE_SHARE = 0.8
 """Of the time to close, for the backend's own `close`; then its process is killed."""
 _LOOK_S = 1.0
 """How often the memory of the process is looked at."""
-
-_Delay = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-
-
-class ProcessSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the process of a backend is started and held."""
-
-    open_deadline_s: _Delay = 30.0
-    """Import, start and `open` of the backend in its process."""
-    restart_delay_s: _Delay = 0.1
-    """Before the first restart; twice as long before each further one."""
-    restart_delay_max_s: _Delay = 10.0
-    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """A process that holds more memory of its own is restarted; 0: no bound."""
 
 
 class Supervisor:
