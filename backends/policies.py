@@ -44,9 +44,9 @@ class BreakerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class RateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[backends.NAME.rate]`: bounds of what is asked of the backend; loads go first."""
 
-    bytes_per_s: _Rate = 0
+    bytes_per_s: _Rate = 0.0
     """Payload of loads and stores together; 0: no bound."""
-    ops_per_s: _Rate = 0
+    ops_per_s: _Rate = 0.0
     """Pages of all operations together; 0: no bound."""
 
 

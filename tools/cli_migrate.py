@@ -38,6 +38,7 @@ from kvstrata.tools.stores import (
     namespace_names,
     open_store,
     root_of,
+    store_identity,
 )
 from kvstrata.units import format_size, parse_size
 
@@ -93,7 +94,8 @@ def migrate(
         check_output(json)
     place = journal or Path("var") / f"migrate-{from_}-{to}.journal"
     progress_console = Console(stderr=True)
-    identity = repr((settings.backends[from_], settings.backends[to], selection, move))
+    stores = [store_identity(settings, name) for name in (from_, to)]
+    identity = repr((*stores, selection, move))
     command = _Command(settings, from_, to, how, selection)
     with Journal("" if dry_run else str(place), identity) as book:
         report, code = command.run(book, progress_console, dry_run=dry_run)

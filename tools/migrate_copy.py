@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvstrata.backends import ObjectId, PageResult, StorageBackend, WriteRequest
 from kvstrata.backends.frame import FrameHeader
 from kvstrata.backends.outcomes import failure
+from kvstrata.backends.policies import Rate, RateSettings
 from kvstrata.boundary import Outcome
 from kvstrata.errors import StorageError
 from kvstrata.tools.catalog import Page, State
@@ -25,7 +26,7 @@ _LOOK_EVERY_S = 0.2
 
 
 class RateLimit:
-    """So many bytes a second over all threads, on average; one batch may go ahead of its time.
+    """So many bytes a second over all threads, after a second's worth at once; 0: no limit.
 
     `wait` sleeps for so many seconds, or returns earlier when the work is to end.
     """
@@ -36,22 +37,21 @@ class RateLimit:
         wait: Callable[[float], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bytes_per_s = bytes_per_s
+        self._rate = Rate(RateSettings(bytes_per_s=bytes_per_s))
         self._wait = wait
         self._clock = clock
         self._lock = threading.Lock()
-        self._free_at = clock()
 
     def take(self, nbytes: int) -> None:
         """Wait until `nbytes` more may move."""
-        if not self._bytes_per_s:
+        if not self._rate.is_bounded:
             return
         with self._lock:
             now = self._clock()
-            start = max(self._free_at, now)
-            self._free_at = start + nbytes / self._bytes_per_s
-        if start > now:
-            self._wait(start - now)
+            pause_s = self._rate.free_at - now
+            self._rate.charge(nbytes, 1, now)
+        if pause_s > 0:
+            self._wait(pause_s)
 
 
 @dataclass(frozen=True, slots=True)

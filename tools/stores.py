@@ -95,15 +95,19 @@ def root_of(config: Config, name: str) -> str | None:
     return options.path if isinstance(options, FilesystemOptions) else None
 
 
+def store_identity(config: Config, name: str) -> str:
+    """What makes it this store and no other; bounds and policies do not. May hold secrets."""
+    root = root_of(config, name)
+    backend = config.backends[name]
+    return os.path.realpath(root) if root else repr((backend.plugin, backend.options))
+
+
 def is_same_store(config: Config, one: str, other: str) -> bool:
     """The two names stand for one store, as far as their options tell."""
     roots = [root_of(config, name) for name in (one, other)]
     if all(root is not None and os.path.isdir(root) for root in roots):
         return os.path.samefile(*(root or "" for root in roots))
-    if all(root is not None for root in roots):
-        return len({os.path.realpath(root or "") for root in roots}) == 1
-    first, second = config.backends[one], config.backends[other]
-    return (first.plugin, first.options) == (second.plugin, second.options)
+    return store_identity(config, one) == store_identity(config, other)
 
 
 def namespace_names(config: Config) -> dict[bytes, str]:

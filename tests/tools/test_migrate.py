@@ -278,10 +278,12 @@ def test_rate_limit() -> None:
         now += seconds
 
     rate = RateLimit(100, wait, lambda: now)
-    for _ in range(3):
+    for _ in range(5):
         rate.take(50)
     assert waited == [0.5, 0.5]
     now += 10
-    rate.take(200)
+    rate.take(300)
     rate.take(1)
     assert waited == [0.5, 0.5, 2.0]
+    RateLimit(0, wait, lambda: now).take(10**12)
+    assert len(waited) == 3
