@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstrata.backends.memory import MemoryBackend
 from kvstrata.boundary import Outcome
 from kvstrata.handles import Tier
 from kvstrata.tiers import RequestState
@@ -238,3 +239,31 @@ def test_eviction_by_l3_is_heard(make_small: Any) -> None:
     stats = small.runtime.storage_stats()
     assert stats is not None
     assert Outcome.MISSING not in stats.pages["load"]
+
+
+def test_a_load_that_ends_first_runs_first(make_small: Any, monkeypatch: Any) -> None:
+    """B075: it does not wait for those before it in the queue, whose storage stands still."""
+    small = make_small(l1=64, l2=40, max_batch=2)
+    first, later = pages(1, 2, 3), [pages(n, n + 1) for n in range(10, 20, 2)]
+    for prompt in (first, *later):
+        small.ask(prompt)
+    small.drop_tier(Tier.L1)
+    small.drop_tier(Tier.L2)
+    slow = small.backend.order[0]
+
+    def one_hangs(requests: Any) -> Any:
+        if any(request.object.key == slow for request in requests):
+            small.backend.read_gate.pass_through()
+        return MemoryBackend.read(small.backend, requests)
+
+    monkeypatch.setattr(small.backend, "read", one_hangs)
+    small.backend.read_gate.shut()
+    waits = small.submit([*first, 1])
+    ids = [small.submit([*prompt, 1]) for prompt in later]
+    small.step_until(lambda: all(i in small.results for i in ids))
+    assert waits not in small.results
+    assert [small.hits(small.results[i])[2] for i in ids] == [2] * len(ids)
+    small.backend.read_gate.open()
+    small.run()
+    assert small.hits(small.results[waits])[2] == 3
+    small.check_no_leak()

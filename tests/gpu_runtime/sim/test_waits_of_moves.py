@@ -19,6 +19,7 @@ NOT_HELD = (
 )
 LEND = "        self.core.staging.end_lend(self.core.backend_name, chunk.count)\n"
 D2H = "    self.copies.d2h(part, slots, copied)"
+D2H_TO_L2 = "    self.copies.d2h(self.source, slots, copied)"
 H2D = "self.copies.h2d(source, target, lambda e: copied(0 if e else n, e or cause))"
 
 # What is planted → where it is looked for, and the edits: owner, function, what becomes what.
@@ -30,6 +31,19 @@ WAITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
         (
             (BackupToL2, "__init__", "core.tables[name].begin_backup(pages)", "pass"),
             (BackupToL2, "_done", "self.core.tables[name].end_backup(pages)", "pass"),
+        ),
+    ),
+    "host pages are given back when the copy into them is enqueued": (
+        "cache",
+        "calm",
+        (
+            (BackupToL2, "_granted", "        self.core.staging.give_back(slots)\n", ""),
+            (
+                BackupToL2,
+                "_granted",
+                D2H_TO_L2,
+                D2H_TO_L2 + "\n    self.core.staging.give_back(slots)",
+            ),
         ),
     ),
     "device pages are not held while they are copied to the window": (
@@ -200,7 +214,7 @@ WAITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     ),
     "device pages of a load are free while one of its chunks is copied": (
         "buffer_only",
-        "calm",
+        "hurried",
         (
             (
                 PrefetchToL1,
