@@ -46,8 +46,10 @@ class Schedule(JobBook):
     ) -> None:
         super().__init__(settings, max(1, threads - 1))
         self.condition = Condition(settings.breaker, now)
+        self.draining = False
+        """Nothing new is taken; what is there goes on."""
         self.kill_wanted = ""
-        """Why the backend is to be killed; the worker does it, and clears this."""
+        """Why the backend is to be killed."""
         self._threads, self._max_batch = threads, max_batch
         self._kill_after_s = settings.kill_after_s if can_kill else math.inf
         self._retry, self._rate = Retry(settings.retry), Rate(settings.rate)
@@ -89,6 +91,12 @@ class Schedule(JobBook):
             store_wait_s_now=self.store_wait_s,
         )
 
+    def take_kill(self) -> str:
+        """Why the backend is to be killed now; "" if it is not."""
+        why, self.kill_wanted = self.kill_wanted, ""
+        self.counters.kills += bool(why)
+        return why
+
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
     def submit(self, job: Job, now: float) -> None:
@@ -100,7 +108,7 @@ class Schedule(JobBook):
         self._queued_pages[operation] += pages
         self._stores += operation is Operation.STORE
         job.state = JobState.WAITING
-        if self._closing:
+        if self._closing or self.draining:
             self._end(job, Outcome.CANCELLED)
         elif pages == 0:
             self._end(job, None)

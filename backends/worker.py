@@ -88,8 +88,7 @@ class StorageWorker:
         """The deadline thread waits here."""
         self._quiet = threading.Condition(self._lock)
         """`flush` and `close` wait here for jobs to end."""
-        self._schedule = Schedule(settings, 1, 1, clock())
-        self._asks = Asks(name)
+        self._schedule, self._asks = Schedule(settings, 1, 1, clock()), Asks(name)
         self._wake_at = math.inf
         self._undelivered = 0
         self._started = self._closing = self._stopping = False
@@ -138,13 +137,19 @@ class StorageWorker:
         with self._lock:
             return self._wait_quiet(self._is_idle, deadline_s)
 
+    def drain(self, deadline_s: float) -> bool:
+        """From now on new jobs end as CANCELLED; `flush` those that are there."""
+        with self._lock:
+            self._schedule.draining = True
+        return self.flush(deadline_s)
+
     def close(self, deadline_s: float) -> None:
         """Stop within `deadline_s` in all.
 
         Jobs that wait end as CANCELLED; those in the backend get most of the time to return, then
-        are reported as CANCELLED too. A thread that is stuck in the backend is abandoned, logged
-        and counted (`WorkerStats.abandoned_threads`); should it return some day, it releases the
-        buffers of its job and ends. Idempotent.
+        are reported as CANCELLED too, and a backend that can be killed is. A thread that is stuck
+        is abandoned, logged and counted; should it return some day, it releases the buffers of its
+        job and ends. Idempotent.
         """
         end = self._clock() + deadline_s
         with self._lock:
@@ -164,8 +169,7 @@ class StorageWorker:
             self._work.notify_all()
             self._alarm.notify_all()
         self._deliver(notices)
-        if is_stuck:
-            self._kill("closed while calls were under way")
+        self._kill("closed while calls were under way" if is_stuck else "")
         closing = partial(close_backend, self.name, self._backend, lambda: end - self._clock())
         self._start_thread("close", partial(closing, self._headers))
         for thread in self._threads:
@@ -351,16 +355,14 @@ class StorageWorker:
                 self._wake_at = -math.inf
                 self._wake()
                 stopping = self._stopping
-                why, self._schedule.kill_wanted = self._schedule.kill_wanted, ""
-                self._schedule.counters.kills += bool(why)
+                why = self._schedule.take_kill()
             self._deliver(notices)
-            if why:
-                self._kill(why)
+            self._kill(why)
             if stopping:
                 return
 
     def _kill(self, why: str) -> None:
-        if isinstance(self._backend, SupportsKill):
+        if why and isinstance(self._backend, SupportsKill):
             logger.error("backend %s: is killed: %s", self.name, why)
             self._backend.kill(why)
 

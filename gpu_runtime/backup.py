@@ -180,7 +180,7 @@ class BackupToL3(Move):
             stop - start,
             granted,
             refused,
-            backend=self.core.backend_name,
+            backend=self.lender,
             pages_needed=self.tier is Tier.L1,
             end_s=self.end_s,
         )
@@ -200,7 +200,7 @@ class BackupToL3(Move):
                 self.ask()  # the D2H of the next chunk overlaps this store
                 return
             self.running -= 1
-            self.core.staging.end_lend(self.core.backend_name, stop - start)
+            self.core.staging.end_lend(self.lender, stop - start)
             self.core.staging.give_back(slots)
             self.give_up(error)
 
@@ -225,7 +225,7 @@ class BackupToL3(Move):
 
         def released() -> None:
             lent[0] = False
-            self.core.staging.end_lend(self.core.backend_name, stop - start)
+            self.core.staging.end_lend(self.lender, stop - start)
             if self.tier is Tier.L1:
                 self.core.staging.give_back(pages)
             else:

@@ -17,7 +17,7 @@ from kvstrata.boundary import (
     PreparedBatchHandle,
     Wake,
 )
-from kvstrata.errors import ClosedError
+from kvstrata.errors import ClosedError, ConfigError, StorageBusyError, Where
 from kvstrata.gpu_runtime.base import Device, ModelRunner
 from kvstrata.gpu_runtime.batches import BatchEngine
 from kvstrata.gpu_runtime.core import RuntimeCore, RuntimeSettings
@@ -76,10 +76,10 @@ class LocalGPURuntime:
             self._batches = BatchEngine(self._core, self._moves.copies, runner)
             self._epochs = Epochs(self._core, self._batches, self._moves)
             if worker is not None:
-                region = self._core.staging.region
-                address = region.array.ctypes.data
-                worker.start(regions=(HostRegion(region.fd, address, region.nbytes),))
+                worker.start(regions=self._regions())
             undo.pop_all()
+        self._attachments = 1
+        self._detached = False
 
     def prepare_batch(self, plan: BatchPlan) -> PreparedBatchHandle:
         actions = (*plan.frees, *plan.actions)
@@ -128,6 +128,62 @@ class LocalGPURuntime:
             self._core.staging.close()
             self._batches.end_all()
             self._core.end_actions("closed")
+
+    # ── storage, while serving; any thread ───────────────────────────────────────────────────────
+
+    def detach_storage(self, deadline_s: float, *, force: bool = False) -> bool:
+        """Go on without the backend, which is closed within `deadline_s` in all.
+
+        At once, what is asked of L3 is a miss. What is under way, and stores that wait, get half of
+        the time; with `force`, what waits is given up at once. True if all came to its end. Host
+        pages that a stuck call still uses stay apart until it returns. Idempotent.
+        """
+        with self._core.lock:
+            worker = self._core.worker
+            if worker is None or self._detached:
+                return True
+            self._detached = True
+            self._core.storage.attach(None, "detached")
+        end = time.monotonic() + deadline_s
+        drained = not force and worker.drain(deadline_s / 2)
+        worker.close(max(0.0, end - time.monotonic()))
+        self._core.events.nudge()
+        return drained
+
+    def attach_storage(self, worker: StorageWorker) -> None:
+        """Take over `worker`, which is not started yet, as L3.
+
+        Raises what its backend's `open` raises, `StorageBusyError` while another one is attached,
+        ConfigError for a runtime that was made without L3.
+        """
+        core = self._core
+        with core.lock:
+            self._check_open()
+            if core.worker is None:
+                raise ConfigError(
+                    "this runtime was made without L3",
+                    remedy="name a backend in [l3] from the beginning",
+                    where=Where(key="l3.backend"),
+                )
+            if not self._detached:
+                raise StorageBusyError(f"detach {core.worker.name!r} first")
+        core.storage.listen(worker)
+        worker.start(regions=self._regions())
+        with core.lock:
+            is_late = core.closed or not self._detached
+            if not is_late:
+                self._attachments += 1
+                core.worker, self._detached = worker, False
+                core.backend_name = f"{worker.name}#{self._attachments}"
+                core.storage.attach(worker)
+        if is_late:
+            worker.close(START_FAILED_CLOSE_S)
+            raise ClosedError("the runtime was closed, or got another backend, meanwhile")
+        core.events.nudge()
+
+    def _regions(self) -> tuple[HostRegion, ...]:
+        region = self._core.staging.region
+        return (HostRegion(region.fd, region.array.ctypes.data, region.nbytes),)
 
     def _check_open(self) -> None:
         self._core.check_fault()

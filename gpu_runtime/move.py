@@ -19,6 +19,8 @@ class Move:
     ) -> None:
         self.core, self.copies, self.action_id = core, copies, action_id
         self.end_s = core.now() + deadline_s
+        self.lender = core.backend_name
+        """Whose share of the host pages it uses, also if another backend is attached meanwhile."""
         self.cancelled = False
         self.ended = False
 

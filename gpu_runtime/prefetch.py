@@ -73,7 +73,7 @@ class PrefetchToL2(_Load):
             self.keys.page_count,
             self._granted,
             self._refused,
-            backend=core.backend_name,
+            backend=self.lender,
             end_s=self.end_s,
         )
         core.staging.request(self.request)
@@ -101,7 +101,7 @@ class PrefetchToL2(_Load):
 
         def released() -> None:
             chunk.released = True
-            self.core.staging.end_lend(self.core.backend_name, chunk.count)
+            self.core.staging.end_lend(self.lender, chunk.count)
             if self.ended:
                 self._free_tail(chunk, self.n_valid())
 
@@ -195,7 +195,7 @@ class PrefetchToL1(_Load):
             chunk.count,
             granted,
             refused,
-            backend=self.core.backend_name,
+            backend=self.lender,
             end_s=self.end_s,
         )
         self._requests.append(request)
@@ -227,7 +227,7 @@ class PrefetchToL1(_Load):
 
         def released() -> None:
             chunk.released = True
-            self.core.staging.end_lend(self.core.backend_name, chunk.count)
+            self.core.staging.end_lend(self.lender, chunk.count)
             give_back()
 
         keys = self.keys.slice(chunk.start, chunk.stop)

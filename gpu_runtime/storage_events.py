@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvstrata.backends import HealthState, ObjectId, StorageWorker
+from kvstrata.backends import Health, HealthState, ObjectId, StorageWorker
 from kvstrata.boundary import Evicted, TierDegraded
 from kvstrata.gpu_runtime.events import EventQueue
 from kvstrata.handles import Tier
@@ -26,8 +26,20 @@ class StorageEvents:
         self._namespaces: dict[bytes, dict[str, bytes]] = {}
         self._base: dict[bytes, bytes] = {}
         self._health = HealthState.OK
+        self._message = ""
+        self._name = worker.name if worker is not None else ""
         if worker is not None:
             worker.on_evicted = self._evicted
+
+    def listen(self, worker: StorageWorker) -> None:
+        """Hear of the evictions of a worker that is about to be started, and attached."""
+        worker.on_evicted = self._evicted
+
+    def attach(self, worker: StorageWorker | None, message: str = "") -> None:
+        """From now on it is `worker` whose condition counts; None: there is none, and `message`
+        says why."""
+        with self._lock:
+            self._worker, self._message = worker, message
 
     def component_namespace(self, namespace: bytes, component: str) -> bytes:
         """The namespace in which the frames of a component lie; remembered for `Evicted`."""
@@ -55,16 +67,21 @@ class StorageEvents:
 
     def note_health(self) -> None:
         """Emit TierDegraded when the worker's condition has changed. Control's thread."""
-        if self._worker is None:
+        with self._lock:
+            worker, message = self._worker, self._message
+        if worker is not None:
+            health, self._name = worker.condition(), worker.name
+        elif message:
+            health = Health(HealthState.OPEN, message)
+        else:
             return
-        health = self._worker.condition()
         if health.state is self._health:
             return
         self._health = health.state
         self._events.emit(
             TierDegraded(
                 tier=Tier.L3,
-                backend=self._worker.name,
+                backend=self._name,
                 health=health.state.value,
                 message=health.message,
             )

@@ -346,6 +346,11 @@ class CacheControl:
             for node in self.tree.insert(run.slice(event.n, run.page_count)):
                 self._copied(node)
         else:
+            if event.n == 0 and event.cause == "parent_missing":
+                lost = self.tree.insert(run)[0].parent
+                while lost is not None and lost.l3 is L3State.STORED:  # `touch` stores them again
+                    self.tree.invalidate_l3(lost)
+                    lost = lost.parent
             self._note_stored(run, event.n)
 
     def _copied(self, node: Node) -> None:
