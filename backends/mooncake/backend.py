@@ -26,7 +26,7 @@ from kvstrata.backends.mooncake.link import Link, View
 from kvstrata.backends.mooncake.names import parse_key
 from kvstrata.backends.mooncake.options import MooncakeOptions
 from kvstrata.backends.mooncake.requirements import load_client
-from kvstrata.backends.mooncake.transfer import Item, Pace, Transfers
+from kvstrata.backends.mooncake.transfer import Pace, Transfers
 from kvstrata.boundary import Outcome
 from kvstrata.errors import ClosedError, StorageError
 from kvstrata.units import parse_size
@@ -127,20 +127,14 @@ class MooncakeBackend(StorageBackend):
         if not requests:
             return []
         link, transfers = self.link, self._all_transfers
-        with link.use() as client, transfers.spans(client, [r.buffers for r in requests]) as spans:
-            items = [
-                (r.object, Item("", span, r.buffers))
-                for r, span in zip(requests, spans, strict=True)
-            ]
-            codes, damaged = self._all_copies.get(client, link.view, items)
+        names, lists = [r.object for r in requests], [r.buffers for r in requests]
+        with link.use() as client, transfers.spans(client, lists) as spans:
+            codes, damaged = self._all_copies.get(client, link.view, names, spans, lists)
         if damaged and self._repair is not None:
             self._repair.add(damaged)
-        lost = [
-            r.object
-            for r, code in zip(requests, codes, strict=True)
-            if code < 0 and cause_of(code) is Cause.SEGMENT_LOST
-        ]
-        self._suspect(lost)
+        if min(codes) < 0:
+            bad = [(n, c) for n, c in zip(names, codes, strict=True) if c < 0]
+            self._suspect([n for n, c in bad if cause_of(c) is Cause.SEGMENT_LOST])
         return [
             PageResult(Outcome.LOADED, code) if code >= 0 else failed_page(code) for code in codes
         ]
@@ -267,11 +261,9 @@ class MooncakeBackend(StorageBackend):
         stored: list[ObjectId] = []
         transfers = self._all_transfers
         with transfers.spans(client, [requests[i].buffers for i in new]) as spans:
-            items = []
-            for i, span in zip(new, spans, strict=True):
+            for span in spans:
                 span.load()
-                items.append((requests[i].object, Item("", span, requests[i].buffers)))
-            codes = copies.put(client, view, items)
+            codes = copies.put(client, view, [requests[i].object for i in new], spans)
         for i, found in zip(new, codes, strict=True):
             results[i] = self._result(requests[i], found)
             if results[i].outcome is Outcome.STORED:

@@ -7,13 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstrata.backends.base import ObjectId
+from kvstrata.backends.base import Buffer, ObjectId
 from kvstrata.backends.mooncake.client import Client
 from kvstrata.backends.mooncake.codes import Cause, cause_of
 from kvstrata.backends.mooncake.link import Link, View
 from kvstrata.backends.mooncake.memory import Span
 from kvstrata.backends.mooncake.names import by_segment, key_of, parse_key, ranked
-from kvstrata.backends.mooncake.transfer import Item, Transfers, scratch
+from kvstrata.backends.mooncake.transfer import Transfers, scratch
 from kvstrata.errors import KvstrataError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -91,18 +91,16 @@ class Copies:
         return [sum(found[i : i + step]) for i in range(0, len(found), step)]
 
     def put(
-        self, client: Client, view: View, items: Sequence[tuple[ObjectId, Item]]
+        self, client: Client, view: View, names: Sequence[ObjectId], spans: Sequence[Span]
     ) -> list[list[int]]:
         """A code for each copy of each page that has a segment to go to."""
-        codes: list[list[int]] = [[] for _ in items]
-        names = [(i, name) for i, (name, _) in enumerate(items)]
+        codes: list[list[int]] = [[] for _ in names]
+        numbered = list(enumerate(names))
         for copy in range(self.replicas):
-            for segments, indices in self._placement.groups(view, names, copy).items():
-                part = [
-                    Item(key_of(items[i][0], copy), items[i][1].span, items[i][1].buffers)
-                    for i in indices
-                ]
-                found = self._transfers.put(client, part, segments)
+            for segments, indices in self._placement.groups(view, numbered, copy).items():
+                keys = [key_of(names[i], copy) for i in indices]
+                part = [spans[i] for i in indices]
+                found = self._transfers.put(client, keys, part, segments)
                 for i, code in zip(indices, found, strict=True):
                     codes[i].append(code)
         return codes
@@ -114,32 +112,36 @@ class Copies:
         return [len({places[k][0] for k in self.keys(n) if k in places}) for n in names]
 
     def get(
-        self, client: Client, view: View, items: Sequence[tuple[ObjectId, Item]]
+        self,
+        client: Client,
+        view: View,
+        names: Sequence[ObjectId],
+        spans: Sequence[Span],
+        lists: Sequence[Sequence[Buffer]],
     ) -> tuple[list[int], list[ObjectId]]:
         """A number of bytes or a code each, from whichever copy can be read; and the pages of
         which one could not."""
-        orders = self._orders(client, view, [name for name, _ in items])
-        codes = [0] * len(items)
-        pending = list(range(len(items)))
+        orders = self._orders(client, view, names)
+        codes = [0] * len(names)
+        pending = list(range(len(names)))
         damaged: list[ObjectId] = []
         for attempt in range(self.replicas):
-            part = [
-                Item(key_of(items[i][0], orders[i][attempt]), items[i][1].span, items[i][1].buffers)
-                for i in pending
-            ]
-            found = self._transfers.get(client, part)
+            keys = [key_of(names[i], orders[i][attempt]) for i in pending]
+            part, buffers = [spans[i] for i in pending], [lists[i] for i in pending]
+            found = self._transfers.get(client, keys, part, buffers)
             failed = []
             for i, code in zip(pending, found, strict=True):
                 if code >= 0:
+                    codes[i] = code
                     if attempt or orders[i][0]:
                         self._counts.add("failovers")
-                        damaged.append(items[i][0])
-                    codes[i] = code
-                else:
-                    self._counts.add(f"get_{cause_of(code).value}")
-                    if attempt == 0 or cause_of(code) is not Cause.ABSENT:
-                        codes[i] = code  # what is worse than absent is what is told
-                    failed.append(i)
+                        damaged.append(names[i])
+                    continue
+                cause = cause_of(code)
+                self._counts.add(f"get_{cause.value}")
+                if attempt == 0 or cause is not Cause.ABSENT:
+                    codes[i] = code  # what is worse than absent is what is told
+                failed.append(i)
             pending = failed
             if not pending:
                 break
@@ -297,12 +299,12 @@ class Repair:
         source, (_, size) = next(iter(good.items()))
         with scratch(client, size) as memory:
             span = Span([memory.address], [size])
-            if self._transfers.get(client, [Item(key_of(name, source), span, ())]) != [size]:
+            if self._transfers.get(client, [key_of(name, source)], [span], [()]) != [size]:
                 self._counts.add("repairs_failed")
                 return
             others = [copy for copy in range(self._copies.replicas) if copy not in good]
             for copy, segment in zip(others, free, strict=False):
                 key = key_of(name, copy)
                 client.remove([key])  # it lies on a dead segment, or beside another copy
-                code = self._transfers.put(client, [Item(key, span, ())], [segment])[0]
+                code = self._transfers.put(client, [key], [span], [segment])[0]
                 self._counts.add("repaired" if code == 0 else "repairs_failed")

@@ -146,7 +146,16 @@ class Span:
     `load` before a write, `store` after a read of `nbytes`; `release` in the end.
     """
 
-    __slots__ = ("_buffers", "_slot", "_view", "_window", "addresses", "sizes")
+    __slots__ = (
+        "_buffers",
+        "_slot",
+        "_view",
+        "_window",
+        "addresses",
+        "is_whole",
+        "nbytes",
+        "sizes",
+    )
 
     def __init__(
         self,
@@ -160,15 +169,13 @@ class Span:
     ) -> None:
         self.addresses = addresses
         self.sizes = sizes
+        self.is_whole = len(addresses) == 1
+        self.nbytes = sum(sizes)
         self._buffers = buffers
         """Those that are copied from and to `view`."""
         self._view = view
         self._window = window
         self._slot = slot
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.addresses) == 1
 
     def load(self) -> None:
         at = 0

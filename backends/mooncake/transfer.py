@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvstrata.backends.base import Buffer, HostRegion
 from kvstrata.backends.mooncake.client import Client
@@ -45,19 +44,6 @@ class Pace:
         """A lease has expired all the same."""
         with self._lock:
             self._bytes_per_s /= 2
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One object of a call."""
-
-    key: str
-    span: Span
-    buffers: Sequence[Buffer]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.span.sizes)
 
 
 class Transfers:
@@ -105,91 +91,100 @@ class Transfers:
                 if span is not None:
                     span.release()
 
-    def put(self, client: Client, items: Sequence[Item], segments: Sequence[str]) -> list[int]:
+    def put(
+        self, client: Client, keys: Sequence[str], spans: Sequence[Span], segments: Sequence[str]
+    ) -> list[int]:
         """A code each. The spans are loaded."""
 
-        def whole(part: Sequence[Item]) -> list[int]:
-            addresses = [item.span.addresses[0] for item in part]
-            sizes = [item.span.sizes[0] for item in part]
-            return client.put([item.key for item in part], addresses, sizes, segments)
+        def whole(names: list[str], part: list[Span]) -> list[int]:
+            addresses = [span.addresses[0] for span in part]
+            return client.put(names, addresses, [span.nbytes for span in part], segments)
 
-        def pieces(part: Sequence[Item]) -> list[int]:
-            addresses = [item.span.addresses for item in part]
-            sizes = [item.span.sizes for item in part]
-            return client.put_parts([item.key for item in part], addresses, sizes, segments)
+        def pieces(names: list[str], part: list[Span]) -> list[int]:
+            addresses = [span.addresses for span in part]
+            return client.put_parts(names, addresses, [span.sizes for span in part], segments)
 
-        return self._run(items, whole, pieces)
+        return self._run(keys, spans, whole, pieces)
 
-    def get(self, client: Client, items: Sequence[Item]) -> list[int]:
-        """Bytes that are in the buffers now, or a code, each."""
+    def get(
+        self,
+        client: Client,
+        keys: Sequence[str],
+        spans: Sequence[Span],
+        lists: Sequence[Sequence[Buffer]],
+    ) -> list[int]:
+        """Bytes that are in the buffers (`lists`, one list a span) now, or a code, each."""
 
-        def whole(part: Sequence[Item]) -> list[int]:
-            addresses = [item.span.addresses[0] for item in part]
-            sizes = [item.span.sizes[0] for item in part]
-            return client.get([item.key for item in part], addresses, sizes)
+        def whole(names: list[str], part: list[Span]) -> list[int]:
+            addresses = [span.addresses[0] for span in part]
+            return client.get(names, addresses, [span.nbytes for span in part])
 
-        def pieces(part: Sequence[Item]) -> list[int]:
-            addresses = [item.span.addresses for item in part]
-            sizes = [item.span.sizes for item in part]
-            return client.get_parts([item.key for item in part], addresses, sizes)
+        def pieces(names: list[str], part: list[Span]) -> list[int]:
+            addresses = [span.addresses for span in part]
+            return client.get_parts(names, addresses, [span.sizes for span in part])
 
-        codes = self._run(items, whole, pieces)
-        for i, item in enumerate(items):
+        codes = self._run(keys, spans, whole, pieces)
+        for i, span in enumerate(spans):
             if codes[i] == LEASE_EXPIRED:
                 self._pace.too_slow()
-                codes[i] = self._run([item], whole, pieces)[0]
+                codes[i] = self._run([keys[i]], [span], whole, pieces)[0]
             if codes[i] >= 0:
-                item.span.store(codes[i])
-            elif _may_be_size(codes[i], item.span):
-                codes[i] = self._get_other_size(client, item, codes[i])
+                span.store(codes[i])
+            elif _may_be_size(codes[i], span):
+                codes[i] = self._get_other_size(client, keys[i], span, lists[i], codes[i])
         return codes
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
     def _run(
         self,
-        items: Sequence[Item],
-        whole: Callable[[Sequence[Item]], list[int]],
-        pieces: Callable[[Sequence[Item]], list[int]],
+        keys: Sequence[str],
+        spans: Sequence[Span],
+        whole: Callable[[list[str], list[Span]], list[int]],
+        pieces: Callable[[list[str], list[Span]], list[int]],
     ) -> list[int]:
-        codes = [0] * len(items)
+        codes = [0] * len(spans)
         for call, is_whole in ((whole, True), (pieces, False)):
-            mine = [i for i, item in enumerate(items) if item.span.is_whole is is_whole]
-            for part in self._parts(items, mine):
+            mine = [i for i, span in enumerate(spans) if span.is_whole is is_whole]
+            for part, nbytes in self._parts(spans, mine) if mine else ():
                 start = time.perf_counter()
-                found = call([items[i] for i in part])
+                found = call([keys[i] for i in part], [spans[i] for i in part])
                 seconds = time.perf_counter() - start
                 for i, code in zip(part, found, strict=True):
                     codes[i] = code
-                if all(code >= 0 for code in found):
-                    self._pace.moved(sum(items[i].nbytes for i in part), seconds)
+                if min(found) >= 0:
+                    self._pace.moved(nbytes, seconds)
         return codes
 
-    def _parts(self, items: Sequence[Item], indices: Sequence[int]) -> Iterator[list[int]]:
+    def _parts(
+        self, spans: Sequence[Span], indices: Sequence[int]
+    ) -> Iterator[tuple[list[int], int]]:
+        """`indices` in parts that one call may move, each with its bytes."""
         part: list[int] = []
-        nbytes = 0
+        nbytes, limit = 0, self._pace.limit_bytes
         for i in indices:
-            if part and nbytes + items[i].nbytes > self._pace.limit_bytes:
-                yield part
-                part, nbytes = [], 0
+            if part and nbytes + spans[i].nbytes > limit:
+                yield part, nbytes
+                part, nbytes, limit = [], 0, self._pace.limit_bytes
             part.append(i)
-            nbytes += items[i].nbytes
-        if part:
-            yield part
+            nbytes += spans[i].nbytes
+        yield part, nbytes
 
-    def _get_other_size(self, client: Client, item: Item, code: int) -> int:
+    def _get_other_size(
+        self, client: Client, key: str, span: Span, buffers: Sequence[Buffer], code: int
+    ) -> int:
         """The object may be longer or shorter than the buffers: read what is there."""
-        size, asked = client.size(item.key), item.nbytes
+        size = client.size(key)
         if size < 0:
             return size
-        if size == asked:
+        if size == span.nbytes:
             return code
         with scratch(client, size) as memory:
-            found = client.get([item.key], [memory.address], [size])[0]
+            found = client.get([key], [memory.address], [size])[0]
             if found < 0:
                 return found
             at = 0
-            for buffer in item.buffers:
+            for buffer in buffers:
                 count = min(buffer.nbytes, found - at)
                 buffer[:count] = memory.view[at : at + count]
                 at += count

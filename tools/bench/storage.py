@@ -38,7 +38,7 @@ from kvstrata.units import parse_size
 
 PAGE_BYTES = (2 << 20, 64 << 10)
 DEADLINE_S = 120.0
-JOB_BYTES = 64 << 20
+JOB_BYTES = 8 << 20
 """Pages of one job: what a runtime lends at a time."""
 OPTIONS = MooncakeOptions(master="127.0.0.1:21700", admin="127.0.0.1:21701")
 
