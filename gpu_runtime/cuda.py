@@ -215,5 +215,7 @@ class CudaDevice(Device):
         for stream in (self.compute, self.h2d, self.d2h):
             ended = stream.close(end_s - time.monotonic()) and ended
         if ended:  # else something may still copy: the memory stays pinned, and mapped
+            self._copies_in.close()
+            self._copies_out.close()
             self._unpin()
         return ended

@@ -6,16 +6,22 @@ small, so there are two ways, by the size of a piece (a layer's K, say, of one p
 * `direct`, from DIRECT_BYTES on: one call of the driver names all pieces of a slice. Measured on an
   H200: 0.99 of a contiguous copy with pieces of 72 and 128 KiB, 0.96 and less below 64 KiB, where
   enqueueing (0.8 µs a piece, without the interpreter lock) also takes longer than the bus.
-* through chunks: a small kernel gathers pieces into a contiguous chunk of device memory, and the
-  copy engine moves whole pages from there; scatter is the mirror image. Two lanes take turns, each
-  a CUDA stream with a chunk of its own: while one is on the bus, the other gathers. No event is
-  needed between them. Measured: 0.98 and more with pieces of 18 and 32 KiB.
+* through chunks: a small kernel gathers pieces into one of two contiguous chunks of device memory,
+  and the copy engine moves whole pages from there, while the kernel fills the other chunk; scatter
+  is the mirror image. Copies are on a stream of their own, one behind the other: on two streams the
+  engine would mix them, and both chunks would be free at the same time, and then neither. Measured:
+  0.98 and more with pieces of 18 and 32 KiB.
+
+What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
+is on the thread that launches compute, and the calls that take long give the interpreter lock away.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -23,13 +29,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime.cuda_driver import Addresses, copy_batch, has_batches
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
 
 HAS_TRITON = find_spec("triton") is not None
 """Without it torch gathers, with more launches and one more pass over the data."""
 if HAS_TRITON:
-    from kvstrata.gpu_runtime.gather import copy_numbers, move_pieces
+    from kvstrata.gpu_runtime.gather import HEADER, fetch_order, move_pieces
 
 DIRECT_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 20
@@ -43,19 +50,26 @@ class CopyStream(Protocol):
     """Set when the stream was made to wait for an event."""
 
 
+RING = 64
+"""Chunks that may be enqueued at once: more than `CopyQueue` lets be under way."""
+ORDER_PAGES = 2048
+"""Most pages of one chunk."""
+
+
 @dataclass(eq=False, slots=True)
-class _Lane:
-    """A stream and its chunk, which is used in the stream's order."""
+class _Step:
+    """What one chunk's turn needs, again and again: an order for the kernel, and two events."""
 
-    stream: torch.cuda.Stream
-    ended: torch.cuda.Event
     chunk: torch.Tensor
-
-    def make_room(self, nbytes: int) -> None:
-        if len(self.chunk) < nbytes:
-            # Made on the stream: the allocator reuses the one before it in the stream's order.
-            with torch.cuda.stream(self.stream):
-                self.chunk = torch.empty(nbytes, dtype=torch.uint8, device=self.chunk.device)
+    pinned: torch.Tensor
+    """The order, as the host writes it: int64 [HEADER + ORDER_PAGES]."""
+    order: torch.Tensor
+    moved: torch.cuda.Event
+    """Behind the kernel."""
+    bussed: torch.cuda.Event
+    """Behind the copy engine."""
+    graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    """The kernel with this chunk and order, by the number of the memory."""
 
 
 class CudaCopies:
@@ -70,41 +84,62 @@ class CudaCopies:
         self, device: torch.device, owner: CopyStream, *, out: bool, chunk_bytes: int
     ) -> None:
         self._device, self._owner, self._out = device, owner, out
-        self._stream = owner.cuda
         self._chunk_bytes = chunk_bytes
         with torch.cuda.device(device):
-            self._lanes = [
-                _Lane(torch.cuda.Stream(priority=-1), torch.cuda.Event(), _no_bytes(device))
-                for _ in range(2)
-            ]
-            self._numbers, self._uploaded = torch.cuda.Stream(priority=-1), torch.cuda.Event()
+            self._bus, self._kernels = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+        self._steps: list[_Step] = []
         self._turn = 0
-        self._starts: dict[int, tuple[DevicePages, torch.Tensor]] = {}
-        self._held: deque[tuple[torch.cuda.Event, object]] = deque()
+        self._known: list[tuple[DevicePages, torch.Tensor]] = []
+        """Memory that was prepared, and where its pieces start: int64 words, on the device."""
         self.batched = has_batches()
 
+    @property
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """All that the copies run on."""
+        return self._owner.cuda, self._bus, self._kernels
+
     def copy(self, copy: PageCopy) -> None:
-        """Enqueue. Raises CudaCopyError and what torch and Triton raise; `stream` is behind what
+        """Enqueue. Raises CudaCopyError and what torch and Triton raise; the stream is behind what
         was enqueued all the same."""
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
         if self._owner.has_waited:
             self._owner.has_waited = False
-            for lane in self._lanes:
-                lane.stream.wait_stream(self._stream)
-        if self._is_direct(copy.memory):
-            self._direct(copy)
-        else:
-            self._through_chunks(copy)
+            self._bus.wait_stream(self._owner.cuda)
+            self._kernels.wait_stream(self._owner.cuda)
+        direct = self._is_direct(copy.memory)
+        try:
+            with torch.cuda.stream(self._bus if direct else self._kernels):
+                (self._direct if direct else self._through_chunks)(copy)
+        finally:
+            self._owner.cuda.wait_stream(self._bus)
+            self._owner.cuda.wait_stream(self._kernels)
+
+    def prepare(self, memory: DevicePages) -> None:
+        """Compile and capture what copies of `memory` need. Raises ConfigError for pages that are
+        larger than a chunk."""
+        if self._is_direct(memory):
+            return
+        if memory.page_bytes > self._chunk_bytes:
+            raise ConfigError(
+                f"a page has {memory.page_bytes} bytes, in pieces of {memory.layout.piece_bytes}: "
+                f"more than a chunk of {self._chunk_bytes}",
+                where=Where(key="device.chunk_bytes"),
+                remedy="make pages smaller, or chunks larger",
+            )
+        self._steps = self._steps or self._new_steps()
+        starts = memory.layout.starts - memory.layout.starts[0]
+        words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
+        self._known.append((memory, words))
+        if HAS_TRITON:
+            self._capture(len(self._known) - 1)
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """When the streams have ended: give graphs and chunks back."""
+        self._steps.clear()
+        self._known.clear()
 
     def _is_direct(self, memory: DevicePages) -> bool:
         return self.batched and memory.layout.piece_bytes >= DIRECT_BYTES
-
-    def prepare(self, memory: DevicePages) -> None:
-        """Compile what copies of `memory` need, so that the first one is as fast as the others."""
-        if HAS_TRITON and not self._is_direct(memory):
-            index = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-            self._move(memory, range(memory.layout.pieces), self._upload(index)[:0], self._lanes[0])
 
     # ── large pieces ─────────────────────────────────────────────────────────────────────────────
 
@@ -114,99 +149,132 @@ class CudaCopies:
         offsets = np.asarray(copy.pieces) * layout.piece_bytes
         here = copy.host.ctypes.data + copy.slots[:, None] * copy.host_step + offsets
         nbytes = np.full(there.size, layout.piece_bytes)
-        self._enqueue(_flat(there), _flat(here), _flat(nbytes), self._stream)
+        self._enqueue(_flat(there), _flat(here), _flat(nbytes))
 
-    def _enqueue(
-        self, device: Addresses, host: Addresses, nbytes: Addresses, stream: torch.cuda.Stream
-    ) -> None:
+    def _enqueue(self, device: Addresses, host: Addresses, nbytes: Addresses) -> None:
         target, source = (host, device) if self._out else (device, host)
-        copy_batch(target, source, nbytes, stream.cuda_stream, batched=self.batched)
+        copy_batch(target, source, nbytes, self._bus.cuda_stream, batched=self.batched)
 
     # ── through chunks ───────────────────────────────────────────────────────────────────────────
 
     def _through_chunks(self, copy: PageCopy) -> None:
-        pinned = torch.empty(len(copy.pages), dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = copy.pages
-        index = self._upload(pinned)
+        number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
-        most = max(1, min(self._chunk_bytes // nbytes, -(-len(copy.pages) // 2)))
-        try:
-            for at in range(0, len(copy.pages), most):
-                lane = self._lanes[self._turn]
-                self._turn = 1 - self._turn
-                lane.make_room(most * nbytes)
-                if self._out:
-                    self._move(copy.memory, copy.pieces, index[at : at + most], lane)
-                self._bus(copy, slice(at, at + most), nbytes, lane)
-                if not self._out:
-                    self._move(copy.memory, copy.pieces, index[at : at + most], lane)
-        finally:
-            for lane in self._lanes:
-                lane.ended.record(lane.stream)
-                self._stream.wait_event(lane.ended)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-            self._held.append((event, (pinned, index)))
+        most = min(self._chunk_bytes // nbytes, -(-len(copy.pages) // 2), ORDER_PAGES)
+        for at in range(0, len(copy.pages), most):
+            some = slice(at, at + most)
+            step = self._steps[self._turn]
+            before = self._steps[self._turn - 2]  # the last one with this chunk
+            self._turn = (self._turn + 1) % RING
+            step.moved.synchronize()  # long ago, as a rule: then its order may be written again
+            if self._out:
+                self._kernels.wait_event(before.bussed)
+                self._move(number, copy, some, step)
+                self._bus.wait_event(step.moved)
+                self._over_the_bus(copy, some, nbytes, step)
+            else:
+                self._bus.wait_event(before.moved)
+                self._over_the_bus(copy, some, nbytes, step)
+                self._kernels.wait_event(step.bussed)
+                self._move(number, copy, some, step)
 
-    def _bus(self, copy: PageCopy, some: slice, nbytes: int, lane: _Lane) -> None:
-        """Between the lane's chunk and `some` of the host pages, `nbytes` of each."""
+    def _over_the_bus(self, copy: PageCopy, some: slice, nbytes: int, step: _Step) -> None:
+        """Between the chunk and `some` of the host pages, `nbytes` of each."""
         slots = copy.slots[some]
         whole = nbytes == copy.memory.page_bytes == copy.host_step
         first, count = host_runs(slots, copy.memory.host_chunk_pages, joined=whole)
         here = copy.host.ctypes.data + slots[first] * copy.host_step
         here += copy.pieces.start * copy.memory.layout.piece_bytes
-        there = lane.chunk.data_ptr() + first * nbytes
-        self._enqueue(_flat(there), _flat(here), _flat(count * nbytes), lane.stream)
+        there = step.chunk.data_ptr() + first * nbytes
+        self._enqueue(_flat(there), _flat(here), _flat(count * nbytes))
+        step.bussed.record(self._bus)
 
-    def _upload(self, pinned: torch.Tensor) -> torch.Tensor:
-        """Page numbers on the device, before what is enqueued on the lanes from now on."""
-        index = torch.empty(len(pinned), dtype=torch.int64, device=self._device)
-        with torch.cuda.stream(self._numbers):
-            if not HAS_TRITON:
-                index.copy_(pinned, non_blocking=True)
+    def _move(self, number: int, copy: PageCopy, some: slice, step: _Step) -> None:
+        """Gather into the chunk, or scatter from it, on the stream of the kernels."""
+        pages, pieces = copy.pages[some], copy.pieces
+        if HAS_TRITON:
+            order = step.pinned.numpy()
+            order[:3] = len(pages), pieces.start, len(pieces)
+            order[HEADER : HEADER + len(pages)] = pages
+            step.graphs[number].replay()
+        else:
+            memory, part = copy.memory, slice(pieces.start, pieces.stop)
+            index = torch.from_numpy(pages).to(self._device)
+            words = memory.words_of(step.chunk, len(pages), len(pieces))
+            if self._out:
+                words.copy_(memory.take(index, part))
             else:
-                copy_numbers(pinned, index)
-            self._uploaded.record(self._numbers)
-        for lane in self._lanes:
-            lane.stream.wait_event(self._uploaded)
-        return index
+                memory.put(index, words, part)
+        step.moved.record(self._kernels)
 
-    def _move(self, memory: DevicePages, pieces: range, index: torch.Tensor, lane: _Lane) -> None:
-        """Gather into the lane's chunk, or scatter from it, on its stream."""
-        layout, part = memory.layout, slice(pieces.start, pieces.stop)
-        with torch.cuda.stream(lane.stream):
-            if not HAS_TRITON:
-                words = memory.words_of(lane.chunk, len(index), len(pieces))
-                if self._out:
-                    words.copy_(memory.take(index, part))
-                else:
-                    memory.put(index, words, part)
-                return
-            pool = memory.first_word
+    # ── what is made once ────────────────────────────────────────────────────────────────────────
+
+    def _number_of(self, memory: DevicePages) -> int:
+        for number, (known, _) in enumerate(self._known):
+            if known is memory:
+                return number
+        self.prepare(memory)
+        return len(self._known) - 1
+
+    def _new_steps(self) -> list[_Step]:
+        chunks = [
+            torch.empty(self._chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+        ]
+        numbers = 4 + ORDER_PAGES
+        return [
+            _Step(
+                chunks[i % 2],
+                torch.zeros(numbers, dtype=torch.int64, pin_memory=True),
+                torch.zeros(numbers, dtype=torch.int64, device=self._device),
+                torch.cuda.Event(blocking=True),
+                torch.cuda.Event(),
+            )
+            for i in range(RING)
+        ]
+
+    def _capture(self, number: int) -> None:
+        memory, starts = self._known[number]
+        layout, pool = memory.layout, memory.first_word
+
+        def launch(step: _Step) -> None:
+            fetch_order(step.pinned, step.order)
             move_pieces(
                 pool,
-                self._starts_of(memory)[part],
-                index,
-                lane.chunk.view(pool.dtype),
+                starts,
+                step.order,
+                step.chunk.view(pool.dtype),
                 page_stride=layout.page_stride,
                 piece_bytes=layout.piece_bytes,
                 out=self._out,
                 aligned=layout.is_multiple_of(16),
             )
 
-    def _starts_of(self, memory: DevicePages) -> torch.Tensor:
-        """Where pieces start, in words from the first one, on the device."""
-        known = self._starts.get(id(memory))
-        if known is None:
-            starts = memory.layout.starts - memory.layout.starts[0]
-            words = torch.from_numpy(starts // memory.layout.word_bytes)
-            known = self._starts[id(memory)] = (memory, words.to(self._device))
-            torch.cuda.current_stream(self._device).synchronize()
-        return known[1]
+        torch.cuda.synchronize(self._device)
+        self._steps[0].pinned[0] = 0  # no pages
+        with torch.cuda.stream(self._kernels):
+            launch(self._steps[0])  # compiles, which a capture does not allow
+        self._kernels.synchronize()
+        with _no_collection():
+            for step in self._steps:
+                graph = step.graphs[number] = torch.cuda.CUDAGraph()
+                # Other threads may use the device meanwhile.
+                with torch.cuda.graph(
+                    graph, stream=self._kernels, capture_error_mode="thread_local"
+                ):
+                    launch(step)
 
 
-def _no_bytes(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected: a graph among it would spoil the one that is being captured."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _flat(addresses: npt.NDArray[np.int64]) -> Addresses:

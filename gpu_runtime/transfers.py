@@ -100,14 +100,15 @@ def run_slice(state: CopyResult, move: Callable[[], None]) -> None:
 
 
 def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
-    """A copy cut into slices of a quarter of it each, but at most `most_bytes` and at least an
-    eighth of that, so that a short copy overlaps its own steps too."""
-    nbytes = min(most_bytes, max(most_bytes // 8, copy.nbytes // 4))
-    most = max(1, nbytes * len(copy.pages) // copy.nbytes)
-    return [
-        replace(copy, pages=copy.pages[a:b], slots=copy.slots[a:b])
-        for a, b in chunks_of(len(copy.pages), most)
-    ]
+    """A copy cut into slices that grow up to `most_bytes`: the first is small, so that the bus has
+    work while the others are being enqueued."""
+    page_bytes = copy.nbytes // len(copy.pages)
+    slices, at, nbytes = [], 0, most_bytes // 16
+    while at < len(copy.pages):
+        end = at + max(1, nbytes // page_bytes)
+        slices.append(replace(copy, pages=copy.pages[at:end], slots=copy.slots[at:end]))
+        at, nbytes = end, min(2 * nbytes, most_bytes)
+    return slices
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:

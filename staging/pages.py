@@ -135,7 +135,7 @@ class PageTable:
 
     def ready(self, pages: Pages) -> None:
         """The last byte is there. A page that was given up meanwhile stays as it is."""
-        filling = pages[np.isin(self._state[pages], _FILLING)]
+        filling = pages[_is_in(self._state[pages], _FILLING)]
         if len(filling) != len(pages):
             self._expect(pages, (*_FILLING, PageState.FREEING, PageState.QUARANTINED))
         self._state[filling] = PageState.READY
@@ -207,25 +207,20 @@ class PageTable:
     def pages_of(self, extent: CacheExtentRef) -> Pages:
         """The pages of an extent that control holds. Raises StaleHandleError for any other."""
         mine = (self.runtime_id, self.tier, self.pool)
+        first, count = _columns(extent.page_runs)
         # Checked before the runs are expanded: a broken peer must not make us allocate.
-        if (extent.runtime_id, extent.tier, extent.pool) != mine or not self._has(extent.page_runs):
+        named = (extent.runtime_id, extent.tier, extent.pool)
+        if named != mine or not _lies_in(first, count, self.total):
             raise StaleHandleError(f"{self}: not an extent of this pool: {extent}")
-        pages = pages_of_runs(extent.page_runs)
+        pages = _expanded(first, count)
         if len(extent.page_runs) > 1 and len(np.unique(pages)) != len(pages):
             raise StaleHandleError(f"{self}: names a page twice: {extent}")
         if not (self._claimed[pages] & (self._stamp[pages] == extent.generation)).all():
             raise StaleHandleError(f"{self}: stale extent, freed or used again: {extent}")
         return pages
 
-    def _has(self, runs: tuple[PageRun, ...]) -> bool:
-        """Whether there are runs, and all of them lie in this pool."""
-        inside = all(
-            0 <= run.first_page < run.first_page + run.page_count <= self.total for run in runs
-        )
-        return inside and 0 < sum(run.page_count for run in runs) <= self.total
-
     def readable(self, pages: Pages) -> bool:
-        return bool(np.isin(self._state[pages], _READABLE).all())
+        return bool(_is_in(self._state[pages], _READABLE).all())
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
@@ -257,7 +252,7 @@ class PageTable:
         self._state[pages] = to
 
     def _expect(self, pages: Pages, allowed: tuple[PageState, ...]) -> None:
-        ok = np.isin(self._state[pages], allowed)
+        ok = _is_in(self._state[pages], allowed)
         if not ok.all():
             bad = int(pages[~ok][0])
             state = PageState(int(self._state[bad])).name
@@ -275,7 +270,7 @@ class PageTable:
         free_pages = self._free_stack[: self._free]
         is_free = state == PageState.FREE
         idle = (holds == 0) & ~claimed
-        readable = np.isin(state, _READABLE)
+        readable = _is_in(state, _READABLE)
         checks = {
             "free list repeats a page": len(np.unique(free_pages)) == self._free,
             "free list and states differ": bool(is_free[free_pages].all())
@@ -301,15 +296,42 @@ class PageTable:
         return f"PageTable({self.tier.name} {self.pool!r}, {self._free}/{self.total} free)"
 
 
+def _is_in(states: npt.NDArray[np.uint8], allowed: tuple[PageState, ...]) -> npt.NDArray[np.bool_]:
+    """`np.isin` of few values, in a tenth of its time."""
+    found: npt.NDArray[np.bool_] = states == allowed[0]
+    for state in allowed[1:]:
+        found |= states == state
+    return found
+
+
 def pages_of_runs(runs: tuple[PageRun, ...]) -> Pages:
-    if len(runs) == 1:
-        return np.arange(
-            runs[0].first_page, runs[0].first_page + runs[0].page_count, dtype=np.int64
-        )
-    if not runs:
-        return np.empty(0, np.int64)
-    parts = [np.arange(r.first_page, r.first_page + r.page_count, dtype=np.int64) for r in runs]
-    return np.concatenate(parts)
+    return _expanded(*_columns(runs))
+
+
+def _columns(runs: tuple[PageRun, ...]) -> tuple[Pages, Pages]:
+    """First pages and page counts. Beyond 64 bits they become the largest number there is."""
+    try:
+        first = np.array([run.first_page for run in runs], np.int64)
+        return first, np.array([run.page_count for run in runs], np.int64)
+    except OverflowError:
+        beyond = np.full(len(runs), 1 << 62)
+        return beyond, beyond
+
+
+def _lies_in(first: Pages, count: Pages, total: int) -> bool:
+    """Whether there are runs, all of them in a pool of `total` pages, and no more pages than it."""
+    if not len(first) or first.min() < 0 or count.min() < 1:
+        return False
+    if first.max() >= total or count.max() > total:  # before anything is added that may overflow
+        return False
+    return bool((first + count).max() <= total and count.sum() <= total)
+
+
+def _expanded(first: Pages, count: Pages) -> Pages:
+    total = int(count.sum())
+    if total == len(first):  # single pages
+        return first
+    return np.arange(total, dtype=np.int64) + np.repeat(first - np.cumsum(count) + count, count)
 
 
 def runs_of_pages(pages: Pages) -> tuple[PageRun, ...]:

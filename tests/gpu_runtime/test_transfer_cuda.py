@@ -33,7 +33,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     if request.param == "without triton":
         monkeypatch.setattr(cuda_copies, "HAS_TRITON", False)
-    device = CudaDevice(Timeline(), chunk_bytes=100_000)
+    device = CudaDevice(Timeline(), chunk_bytes=600_000)
     if request.param == "one by one":
         device._copies_in.batched = device._copies_out.batched = False
     yield device

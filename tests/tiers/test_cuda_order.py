@@ -41,10 +41,9 @@ def plant_slow_copies(small: Any, rng: random.Random, cycles: int) -> None:
     """Spin on the streams of copies before (and after) the bytes move, at random."""
     device = small.runtime.core.device
     for copies in (device._copies_in, device._copies_out):
-        streams = [copies._stream, *(lane.stream for lane in copies._lanes)]
         real = copies.copy
 
-        def spin(streams: Any = streams) -> None:
+        def spin(streams: Any = copies.streams) -> None:
             for stream in streams:
                 if rng.random() < 0.5:
                     with torch.cuda.stream(stream):

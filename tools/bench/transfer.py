@@ -57,6 +57,7 @@ class Cost:
 class Loop:
     """A decode loop that is launched from Python, beside transfers of another thread."""
 
+    loop: str
     transfers: str
     loss_percent: float
     gib_per_s: float
@@ -245,28 +246,30 @@ def _loops(
     report: TransferReport, moves: dict[str, Callable[[], float]], nbytes: int, repeats: int
 ) -> None:
     loop = DecodeLoop()
-    loop.steps(20)
-    plain = _plain_copies()
+    loops = {"80 launches a step": loop.launched, "a graph a step": loop.replayed}
     tasks: dict[str, Callable[[], int]] = {
         "kvstrata, D2H": lambda: nbytes if moves["D2H"]() else 0,
+        "plain copies, D2H": _plain_copies(out=True),
         "kvstrata, H2D": lambda: nbytes if moves["H2D"]() else 0,
-        "plain copies in a Python loop, D2H": plain,
+        "plain copies, H2D": _plain_copies(out=False),
     }
-    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}
+    rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for _ in range(repeats):
-        for name, again in tasks.items():
-            beside = loop_beside(loop, again, LOOP_STEPS)
-            rows[name].append((beside.loss_percent, beside.gib_per_s))
-    for name, measured in rows.items():
+        for kind, steps in loops.items():
+            for name, again in tasks.items():
+                beside = loop_beside(steps, again, LOOP_STEPS)
+                rows.setdefault((kind, name), []).append((beside.loss_percent, beside.gib_per_s))
+    for (kind, name), measured in rows.items():
         loss, rate = medians(measured)
-        report.loops.append(Loop(name, loss, rate))
+        report.loops.append(Loop(kind, name, loss, rate))
 
 
-def _plain_copies() -> Callable[[], int]:
+def _plain_copies(*, out: bool) -> Callable[[], int]:
     """What a thread does that copies contiguous chunks of 32 MiB, with torch, one after another."""
     stream = torch.cuda.Stream()
-    source = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
-    target = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+    host = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
+    target, source = (host, device) if out else (device, host)
 
     def again() -> int:
         with torch.cuda.stream(stream):

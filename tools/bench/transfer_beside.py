@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvstrata.tools.bench.transfer_methods import Case, Method
 
-SUSTAINED = 14
-"""Copies that are enqueued before the model's work starts: more than it lasts."""
-GATE_CYCLES = 300_000_000
-"""About 150 ms in which all of it is enqueued."""
+GATE_CYCLES = 100_000_000
+"""About 50 ms in which the model's work is enqueued."""
 
 
 class Model:
@@ -69,31 +69,59 @@ class Beside:
 
 
 def measure(model: Model, work: Callable[[], None], case: Case, move: Method, out: bool) -> Beside:
-    alone_ms, _ = _once(model, work, case, None, out)
-    beside_ms, copy_ms = _once(model, work, case, move, out)
-    gib = case.nbytes / (1 << 30)
-    return Beside(alone_ms, beside_ms, gib * min(SUSTAINED, beside_ms / copy_ms))
+    alone_ms, _ = _once(model, work, _Mover(case, None, out))
+    beside_ms, moved = _once(model, work, _Mover(case, move, out))
+    return Beside(alone_ms, beside_ms, moved * case.nbytes / (1 << 30))
 
 
-def _once(
-    model: Model, work: Callable[[], None], case: Case, move: Method | None, out: bool
-) -> tuple[float, float]:
-    """Milliseconds of the work, and of one copy."""
-    begin, end, first, last = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-    stream = case.stream(out)
+class _Mover:
+    """A thread that keeps two or three copies enqueued, as a server under load has."""
+
+    def __init__(self, case: Case, move: Method | None, out: bool) -> None:
+        self._move, self._stream, self._out = move, case.stream(out), out
+        self._stop = threading.Event()
+        self.ends: list[torch.cuda.Event] = []
+        self.runs = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bench-transfers")
+
+    def __enter__(self) -> _Mover:
+        self._thread.start()
+        self.runs.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._move is not None and not self._stop.is_set():
+            self._move(self._out)
+            self.ends.append(torch.cuda.Event(enable_timing=True, blocking=True))
+            self.ends[-1].record(self._stream)
+            if len(self.ends) > 2:
+                self.ends[-3].synchronize()
+                self.runs.set()
+        self.runs.set()
+
+    def moved_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Copies that ran between two events; those at the borders count in part."""
+        if len(self.ends) < 2:
+            return 0.0
+        times = [begin.elapsed_time(event) for event in self.ends]
+        counts = np.arange(len(times), dtype=float)
+        return float(np.diff(np.interp([0.0, begin.elapsed_time(end)], times, counts))[0])
+
+
+def _once(model: Model, work: Callable[[], None], mover: _Mover) -> tuple[float, float]:
+    """Milliseconds of the work, all of it enqueued before it starts, and copies beside it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(GATE_CYCLES)
-        first.record()
-    model.stream.wait_event(first)
-    case.streams[out].has_waited = True  # our lanes wait for the gate, too
-    for _ in range(SUSTAINED if move else 0):
-        assert move is not None
-        move(out)
-    last.record(stream)
-    with torch.cuda.stream(model.stream):
-        begin.record()
-        work()
-        end.record()
+    with mover:
+        with torch.cuda.stream(model.stream):
+            torch.cuda._sleep(GATE_CYCLES)
+            begin.record()
+            work()
+            end.record()
+        end.synchronize()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end), first.elapsed_time(last) / SUSTAINED
+    return begin.elapsed_time(end), mover.moved_between(begin, end)

@@ -138,13 +138,15 @@ class Case:
 
     def host_kernel(self, out: bool) -> None:
         """A kernel that writes or reads pinned host memory itself, as SGLang's and LMCache's do."""
-        from kvstrata.gpu_runtime.gather import move_pieces
+        from kvstrata.gpu_runtime.gather import HEADER, move_pieces
 
         if out not in self._pinned:
             self._pinned[out] = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         layout = self.pool.layout
         starts = torch.from_numpy((layout.starts - layout.starts[0]) // 8).cuda()
-        pages = torch.from_numpy(self.page_copies[out].pages).cuda()
+        header = np.zeros(HEADER, np.int64)
+        header[0], header[2] = self.count, layout.pieces
+        pages = torch.from_numpy(np.concatenate((header, self.page_copies[out].pages))).cuda()
         with torch.cuda.stream(self.stream(out)):
             move_pieces(
                 self.pool.first_word,

@@ -34,9 +34,11 @@ def tables(report: TransferReport) -> Iterator[Table]:
     for rate in report.wall:
         table.add_row(rate.geometry, rate.way, f"{rate.gb_per_s:.1f}", f"{rate.share:.3f}")
     yield table
-    table = Table("beside", "loss", "GiB/s", title="a decode loop that is launched from Python")
+    table = Table("loop", "beside", "loss", "GiB/s", title="a decode loop of Python, wall time")
     for loop in report.loops:
-        table.add_row(loop.transfers, f"{loop.loss_percent:.2f} %", f"{loop.gib_per_s:.1f}")
+        table.add_row(
+            loop.loop, loop.transfers, f"{loop.loss_percent:.2f} %", f"{loop.gib_per_s:.1f}"
+        )
     yield table
     table = Table("what", "figure", title="and")
     for name, share in report.first_group_share.items():
