@@ -24,7 +24,6 @@ from kvstrata.backends import (
     PageResult,
     ReadRequest,
     StorageWorker,
-    WorkerSettings,
     WriteRequest,
 )
 from kvstrata.backends.memory import MemoryBackend, MemoryOptions
@@ -42,6 +41,7 @@ from kvstrata.gpu_runtime import (
     Timeline,
 )
 from kvstrata.gpu_runtime.sim import SimDevice, poison, tear
+from kvstrata.gpu_runtime.testing.rig import PATIENT
 from kvstrata.gpu_runtime.turns import Turns, away
 from kvstrata.handles import StagingMode, Tier
 from kvstrata.staging import Pages, PageTable, StagingSettings
@@ -334,7 +334,7 @@ def make_small(runtime_kind: RuntimeKind) -> Iterator[MakeSmall]:
         worker = None
         if with_l3:
             context = BackendContext("store", {c.name: c.page_bytes(PAGE) for c in components})
-            worker = StorageWorker("store", backend, WorkerSettings(), context)
+            worker = StorageWorker("store", backend, PATIENT, context)
         stride = sum(-(-c.page_bytes(PAGE) // 4096) * 4096 for c in components)
         settings = RuntimeSettings(
             components=components,
