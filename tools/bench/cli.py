@@ -39,6 +39,7 @@ def control(
 def transfer(
     size: Annotated[str, typer.Option(help="How much a copy moves.")] = "1GiB",
     repeats: Annotated[int, typer.Option(min=1, help="Of every measurement, in turns.")] = 5,
+    only: Annotated[str, typer.Option(help="Geometries with this in their names.")] = "",
     lmcache: Annotated[
         Path | None, typer.Option(help="Folder with LMCache's c_ops, if it is not installed.")
     ] = None,
@@ -54,12 +55,34 @@ def transfer(
         nbytes = parse_size(size)
     except ValueError as exc:
         raise InputError(str(exc), remedy="give a size", where=Where(key="--size")) from exc
-    report = bench.run(nbytes, repeats, lmcache=lmcache, note=Console(stderr=True).print)
+    say = Console(stderr=True).print
+    report = bench.run(nbytes, repeats, only=only, lmcache=lmcache, note=say)
     for table in transfer_table.tables(report):
         console.print(table)
     _write(report, json)
     if plot is not None:
         transfer_table.plot(report, plot)
+
+
+@app.command()
+def storage(
+    backend: Annotated[str, typer.Option(help="Which one: mooncake.")] = "mooncake",
+    rounds: Annotated[int, typer.Option(min=1, help="Of every way, in turns.")] = 5,
+    size: Annotated[str, typer.Option(help="Payload of a round, for each page size.")] = "256MiB",
+    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
+) -> None:
+    """A storage backend behind its worker, beside the raw client, on a store of its own."""
+    from kvstrata.tools.bench import storage as bench
+    from kvstrata.tools.bench import storage_table
+
+    try:
+        nbytes = parse_size(size)
+    except ValueError as exc:
+        raise InputError(str(exc), remedy="give a size", where=Where(key="--size")) from exc
+    report = bench.run(backend, rounds, nbytes)
+    for table in storage_table.tables(report):
+        Console().print(table)
+    _write(report, json)
 
 
 def _write(report: object, json: Path | None) -> None:

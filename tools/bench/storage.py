@@ -27,18 +27,20 @@ from kvstrata.backends import (
     StorageWorker,
     WorkerSettings,
 )
+from kvstrata.backends.frame import HEADER_BYTES
 from kvstrata.backends.mooncake import MooncakeBackend, MooncakeOptions
 from kvstrata.backends.mooncake.client import Client, apply_environment
 from kvstrata.backends.mooncake.cluster import LocalCluster
 from kvstrata.backends.mooncake.network import enter_private_network, return_to_network
 from kvstrata.backends.process import ProcessBackend
 from kvstrata.boundary import Outcome
-from kvstrata.errors import StorageError
+from kvstrata.errors import InputError, StorageError, Where
 from kvstrata.units import parse_size
 
 PAGE_BYTES = (2 << 20, 64 << 10)
+RAW = "raw"
 DEADLINE_S = 120.0
-JOB_BYTES = 8 << 20
+JOB_BYTES = 32 << 20
 """Pages of one job: what a runtime lends at a time."""
 OPTIONS = MooncakeOptions(master="127.0.0.1:21700", admin="127.0.0.1:21701")
 
@@ -81,20 +83,12 @@ class StorageReport:
     sizes: list[SizeReport]
 
 
-class Path(Protocol):
-    """A way to put and get pages. Raises `StorageError` when one of them does not arrive."""
-
-    def put(self, keys: Sequence[bytes]) -> None: ...
-    def get(self, keys: Sequence[bytes]) -> None: ...
-    def drop(self, keys: Sequence[bytes]) -> None: ...
-
-
 class Pages:
     """Shared memory with pages to put and room to get them into, as staging has it."""
 
-    def __init__(self, page_bytes: int, total_bytes: int) -> None:
+    def __init__(self, page_bytes: int, count: int) -> None:
         self.page_bytes = page_bytes
-        self.count = max(1, total_bytes // page_bytes)
+        self.count = count
         nbytes = 2 * self.count * page_bytes
         self.fd = os.memfd_create("kvstrata-bench", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, nbytes)
@@ -126,17 +120,27 @@ class Pages:
         os.close(self.fd)
 
 
+class Path(Protocol):
+    """A way to put and get pages. Raises `StorageError` when one of them does not arrive."""
+
+    pages: Pages
+
+    def put(self, keys: Sequence[bytes]) -> None: ...
+    def get(self, keys: Sequence[bytes]) -> None: ...
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+
 class RawPath:
     """The client library alone, with the payloads only: no header, no checksum, no copies."""
 
     def __init__(self, pages: Pages, batch: int) -> None:
-        self._pages = pages
+        self.pages = pages
         self._batch = batch
         self._client = Client(OPTIONS, "tcp")
         self._client.register(pages.address, pages.region.nbytes)
 
     def put(self, keys: Sequence[bytes]) -> None:
-        pages = self._pages
+        pages = self.pages
 
         def call(names: list[str], first: int) -> list[int]:
             addresses = [pages.address + pages.source(first + i) for i in range(len(names))]
@@ -145,7 +149,7 @@ class RawPath:
         self._run(keys, call, 0)
 
     def get(self, keys: Sequence[bytes]) -> None:
-        pages = self._pages
+        pages = self.pages
 
         def call(names: list[str], first: int) -> list[int]:
             addresses = [pages.address + pages.target(first + i) for i in range(len(names))]
@@ -172,17 +176,17 @@ class WorkerPath:
     """A backend behind its worker: framed, checked, on the worker's threads."""
 
     def __init__(self, pages: Pages, backend: StorageBackend) -> None:
-        self._pages = pages
+        self.pages = pages
         self._namespace = hashlib.sha256(b"bench").digest()
         context = BackendContext("bench", {"kv": pages.page_bytes})
         self._worker = StorageWorker("bench", backend, WorkerSettings(), context)
         self._worker.start((pages.region,))
 
     def put(self, keys: Sequence[bytes]) -> None:
-        self._run(self._worker.store, keys, self._pages.source, Outcome.STORED)
+        self._run(self._worker.store, keys, self.pages.source, Outcome.STORED)
 
     def get(self, keys: Sequence[bytes]) -> None:
-        self._run(self._worker.load, keys, self._pages.target, Outcome.LOADED)
+        self._run(self._worker.load, keys, self.pages.target, Outcome.LOADED)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         done = threading.Event()
@@ -200,7 +204,7 @@ class WorkerPath:
         place: Callable[[int], int],
         expected: Outcome,
     ) -> None:
-        pages, results = self._pages, list[JobResult]()
+        pages, results = self.pages, list[JobResult]()
         each = max(1, JOB_BYTES // pages.page_bytes)
         left = threading.Semaphore(0)
 
@@ -222,17 +226,27 @@ class WorkerPath:
             raise StorageError(f"{len(bad)} pages failed, the first: {bad[:1]}")
 
 
-def run(backend: str, rounds: int, total_bytes: int) -> StorageReport:
+def run(
+    backend: str, rounds: int, total_bytes: int, page_bytes: Sequence[int] = PAGE_BYTES
+) -> StorageReport:
     """Raw client and worker in turns, for each page size, in a network of this thread's own with a
-    master and a store. Raises `StorageError` when something does not work."""
-    assert backend == "mooncake"
+    master and a store. Raises `StorageError` when something does not work, `InputError` for a
+    backend without such a benchmark."""
+    if backend != "mooncake":
+        raise InputError(
+            f"there is no benchmark of {backend!r}",
+            remedy="the one there is: mooncake",
+            where=Where(key="--backend"),
+        )
     before = enter_private_network()
     try:
         apply_environment(OPTIONS.client_environment())
-        segment = 2 * total_bytes + (256 << 20)
+        segment = 3 * total_bytes + (
+            64 << 20
+        )  # two rounds' pages, so that all of it is touched soon
         options = msgspec.structs.replace(OPTIONS, segment_bytes=segment)
         with LocalCluster(options, 1):
-            sizes = [_size(page_bytes, rounds, total_bytes) for page_bytes in PAGE_BYTES]
+            sizes = [_size(size, rounds, total_bytes) for size in page_bytes]
     finally:
         return_to_network(before)
     return StorageReport(backend, rounds, sizes)
@@ -241,47 +255,56 @@ def run(backend: str, rounds: int, total_bytes: int) -> StorageReport:
 def _size(page_bytes: int, rounds: int, total_bytes: int) -> SizeReport:
     call_bytes = parse_size(OPTIONS.call_bytes)
     batch = max(1, min(OPTIONS.batch_pages, call_bytes // page_bytes))
-    with _paths(page_bytes, total_bytes, batch) as (pages, paths):
+    count = max(1, total_bytes // page_bytes)
+    with _paths(page_bytes, count, batch) as paths:
         puts: dict[str, list[float]] = {name: [] for name in paths}
         gets: dict[str, list[float]] = {name: [] for name in paths}
         for number in range(rounds + 1):
             names = list(paths)
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
-                put_s, get_s = _round(pages, paths[name], f"{name} {number}")
+                put_s, get_s = _round(paths[name], f"{name} {number}")
                 if number:  # the first touches memory and opens connections
-                    puts[name].append(pages.count * page_bytes / put_s / 1e9)
-                    gets[name].append(pages.count * page_bytes / get_s / 1e9)
+                    puts[name].append(count * page_bytes / put_s / 1e9)
+                    gets[name].append(count * page_bytes / get_s / 1e9)
     reports = [
         PathReport(
             name,
             _spread(puts[name]),
             _spread(gets[name]),
-            _ratio(puts[name], puts["raw"]),
-            _ratio(gets[name], gets["raw"]),
+            _ratio(puts[name], puts[RAW]),
+            _ratio(gets[name], gets[RAW]),
         )
         for name in puts
     ]
-    return SizeReport(page_bytes, pages.count, batch, reports)
+    return SizeReport(page_bytes, count, batch, reports)
 
 
 @contextmanager
-def _paths(
-    page_bytes: int, total_bytes: int, batch: int
-) -> Iterator[tuple[Pages, dict[str, Path]]]:
+def _paths(page_bytes: int, count: int, batch: int) -> Iterator[dict[str, Path]]:
+    """The ways to move the same payload; of raw frames, too: payload and header in one piece."""
     with ExitStack() as stack:
-        pages = Pages(page_bytes, total_bytes)
+        pages, frames = Pages(page_bytes, count), Pages(page_bytes + HEADER_BYTES, count)
+        thread = MooncakeBackend(OPTIONS)
+        process = ProcessBackend(MooncakeBackend, OPTIONS)
+        makers: dict[str, Callable[[], RawPath | WorkerPath]] = {
+            RAW: lambda: RawPath(pages, batch),
+            "raw frames": lambda: RawPath(frames, batch),
+            "thread": lambda: WorkerPath(pages, thread),
+            "process": lambda: WorkerPath(pages, process),
+        }
         stack.callback(pages.close)
-        raw = RawPath(pages, batch)
-        stack.callback(raw.close)
-        thread = WorkerPath(pages, MooncakeBackend(OPTIONS))
-        stack.callback(thread.close)
-        process = WorkerPath(pages, ProcessBackend(MooncakeBackend, OPTIONS))
-        stack.callback(process.close)
-        yield pages, {"raw": raw, "thread": thread, "process": process}
+        stack.callback(frames.close)
+        paths: dict[str, Path] = {}
+        for name, make in makers.items():
+            path = make()
+            stack.callback(path.close)
+            paths[name] = path
+        yield paths
 
 
-def _round(pages: Pages, path: Path, seed: str) -> tuple[float, float]:
+def _round(path: Path, seed: str) -> tuple[float, float]:
+    pages = path.pages
     keys = [hashlib.sha256(f"{seed} {i}".encode()).digest() for i in range(pages.count)]
     start = time.perf_counter()
     path.put(keys)
