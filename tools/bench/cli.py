@@ -56,7 +56,14 @@ def transfer(
     except ValueError as exc:
         raise InputError(str(exc), remedy="give a size", where=Where(key="--size")) from exc
     say = Console(stderr=True).print
-    report = bench.run(nbytes, repeats, only=only, lmcache=lmcache, note=say)
+    report = bench.run(
+        nbytes,
+        repeats,
+        only=only,
+        lmcache=lmcache,
+        note=say,
+        save=lambda report: _write(report, json),
+    )
     for table in transfer_table.tables(report):
         console.print(table)
     _write(report, json)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvstrata.errors import ConfigError, Where
+from kvstrata.errors import ConfigError, InputError, Where
 from kvstrata.tools.bench.transfer_beside import Model, measure
 from kvstrata.tools.bench.transfer_methods import (
     GEOMETRIES,
@@ -82,10 +82,27 @@ Note = Callable[[str], None]
 
 
 def run(
-    nbytes: int, repeats: int, *, lmcache: Path | None = None, seed: int = 1, note: Note = print
+    nbytes: int,
+    repeats: int,
+    *,
+    only: str = "",
+    lmcache: Path | None = None,
+    seed: int = 1,
+    note: Note = print,
+    save: Callable[[TransferReport], None] = lambda report: None,
 ) -> TransferReport:
-    """Everything, in minutes. `lmcache` is a folder with LMCache's c_ops library, where the package
-    is not installed. Raises ConfigError without a GPU."""
+    """Everything, in minutes; `only` geometries with this in their names.
+
+    `lmcache` is a folder with LMCache's c_ops library, where the package is not installed. `save` is
+    called with what there is, part by part. Raises ConfigError without a GPU, InputError for a name
+    that fits none."""
+    geometries = [g for g in GEOMETRIES if only in g.label]
+    if not geometries:
+        raise InputError(
+            f"no geometry has {only!r} in its name",
+            remedy="one of: " + "; ".join(g.label for g in GEOMETRIES),
+            where=Where(key="--only"),
+        )
     if not torch.cuda.is_available():
         raise ConfigError(
             "this benchmark needs an NVIDIA GPU",
@@ -95,25 +112,29 @@ def run(
     name = torch.cuda.get_device_name()
     report = TransferReport(name, str(torch.__version__), nbytes, repeats)
     model = Model()
-    for geometry in GEOMETRIES:
+    for geometry in geometries:
         note(f"{geometry.label}: rates")
         case = Case(geometry, nbytes, seed)
         methods = dict(methods_of(case, lmcache, peers=True))
         _rates(report, case, methods, repeats)
         note(f"{geometry.label}: beside a model")
-        if geometry is not GEOMETRIES[0]:
+        if geometry is not geometries[0]:
             methods = {name: methods[name] for name in ("contiguous", "kvstrata")}
         _costs(report, model, case, methods, repeats)
         case.close()
+        save(report)
         del case, methods
         torch.cuda.empty_cache()
     del model
     torch.cuda.empty_cache()
-    for geometry in GEOMETRIES:
+    for geometry in geometries:
         note(f"{geometry.label}: through RuntimeInterface")
         _wall(report, geometry, nbytes, repeats, seed)
+        if geometry is geometries[0]:
+            _burst(report, geometry, repeats, seed)
+        save(report)
     note("layer groups")
-    _groups(report, GEOMETRIES[0], repeats, seed)
+    _groups(report, geometries[0], repeats, seed)
     return report
 
 
@@ -189,37 +210,36 @@ def _costs(
 
 
 def _wall(report: TransferReport, geometry: Geometry, nbytes: int, repeats: int, seed: int) -> None:
-    limit = {
-        way: next(
-            r.gb_per_s
-            for r in report.rates
-            if (r.geometry, r.method, r.way) == (geometry.label, "contiguous", way)
-        )
-        for way in ("D2H", "H2D", "both")
-    }
     wall = Wall(geometry, nbytes, seed)
     try:
-        first, second = wall.pages(), wall.pages()
-        in_l2 = wall.to_l2(second)
+        first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
         moves: dict[str, Callable[[], float]] = {
             "D2H": lambda: wall.out(first),
             "H2D": lambda: wall.back(in_l2),
             "both": lambda: wall.both(first, in_l2),
         }
-        _wall_rates(report, wall, geometry.label, moves, limit, repeats)
-        if geometry is GEOMETRIES[0]:
+        _wall_rates(report, wall, geometry.label, moves, repeats)
+        if not report.loops:
             _loops(report, moves, wall.nbytes, repeats)
     finally:
         wall.close()
-    if geometry is GEOMETRIES[0]:
-        wall = Wall(geometry, BURST_PAGES * wall.page_bytes, seed)
-        try:
-            first = wall.pages()
-            in_l2 = wall.to_l2(wall.pages())
-            moves = {"D2H": lambda: wall.out(first), "H2D": lambda: wall.back(in_l2)}
-            _wall_rates(report, wall, f"burst of {BURST_PAGES} pages", moves, limit, 4 * repeats)
-        finally:
-            wall.close()
+
+
+def _burst(report: TransferReport, geometry: Geometry, repeats: int, seed: int) -> None:
+    nbytes = BURST_PAGES * geometry.spec.page_bytes(geometry.page_tokens)
+    wall = Wall(geometry, nbytes, seed)
+    try:
+        first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
+        moves = {"D2H": lambda: wall.out(first), "H2D": lambda: wall.back(in_l2)}
+        _wall_rates(report, wall, f"{BURST_PAGES} pages: {geometry.label}", moves, 4 * repeats)
+    finally:
+        wall.close()
+
+
+def _limit(report: TransferReport, way: str) -> float:
+    """GB/s of a contiguous copy in this run."""
+    found = [r.gb_per_s for r in report.rates if (r.method, r.way) == ("contiguous", way)]
+    return medians([[rate] for rate in found])[0]
 
 
 def _wall_rates(
@@ -227,7 +247,6 @@ def _wall_rates(
     wall: Wall,
     label: str,
     moves: dict[str, Callable[[], float]],
-    limit: dict[str, float],
     repeats: int,
 ) -> None:
     rows: dict[str, list[list[float]]] = {way: [] for way in moves}
@@ -239,7 +258,8 @@ def _wall_rates(
     for way, measured in rows.items():
         nbytes = wall.nbytes * (2 if way == "both" else 1)
         rate = nbytes / medians(measured)[0] / 1e9
-        report.wall.append(Rate(label, "RuntimeInterface", way, rate, rate / limit[way], 0.0))
+        share = rate / _limit(report, way)
+        report.wall.append(Rate(label, "RuntimeInterface", way, rate, share, 0.0))
 
 
 def _loops(
@@ -303,6 +323,8 @@ def _groups(report: TransferReport, geometry: Geometry, repeats: int, seed: int)
         whole = events[0].elapsed_time(events[-1])
         rows.append([events[0].elapsed_time(events[1]) / whole, case.nbytes / whole / 1e6])
     share, rate = medians(rows)
-    limit = next(r.gb_per_s for r in report.rates if (r.method, r.way) == ("contiguous", "H2D"))
-    report.first_group_share = {"first group": share, "whole, of the limit": rate / limit}
+    report.first_group_share = {
+        "first group": share,
+        "whole, of the limit": rate / _limit(report, "H2D"),
+    }
     case.close()
