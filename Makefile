@@ -9,11 +9,13 @@ CONFIG ?= configs/local.toml
 # A part of the test run at most this many tests in parallel.
 JOBS   ?= 2
 TRACE  ?= ../shared/traces/conversation.jsonl
+# What the client library of the mooncake backend is linked with.
+LIBRARIES_READY = $(BIN)/python -c "import ctypes; [ctypes.CDLL(f'lib{n}.so.1') for n in ('ibverbs', 'rdmacm', 'numa')]" 2> /dev/null
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format replay-full gpu $(addprefix gpu-,correct order model sanitize bench) clean
+.PHONY: help setup run test check format replay-mooncake replay-full gpu $(addprefix gpu-,correct order model sanitize bench) clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -27,6 +29,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  $$sudo apt-get update -q && $$sudo apt-get install -qy python3-venv && \
 	  $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@$(LIBRARIES_READY) || { \
+	  echo "the Mooncake client needs libibverbs1, librdmacm1 and libnuma1; installing them"; \
+	  sudo=""; test "$$(id -u)" = 0 || sudo="sudo -n"; \
+	  { $$sudo apt-get update -q && $$sudo apt-get install -qy libibverbs1 librdmacm1 libnuma1; } || \
+	  echo "that did not work: tests of backends/mooncake will fail (docs/mooncake.md)"; }
 	@touch $@
 
 run: setup ## Replay the small trace that the package ships (CONFIG=configs/local.toml)
@@ -45,6 +52,10 @@ check: setup ## Format, lint, types, import contracts, tidy
 format: setup ## Format the code and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+replay-mooncake: setup ## Replay a trace with a Mooncake Store as L3, on stores of its own (TRACE=…)
+	$(BIN)/kvstrata mooncake up --config configs/mooncake.toml --private -- \
+	  $(BIN)/kvstrata replay --config configs/mooncake.toml --requests 1000 --trace "$(TRACE)"
 
 replay-full: setup ## Replay a whole trace in each replay configuration (TRACE=…)
 	@test -f "$(TRACE)" || { echo "there is no trace $(TRACE): make replay-full TRACE=FILE"; exit 2; }
