@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import os
 import random
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,29 +17,10 @@ from typing import Any
 import pytest
 
 from kvstrata.backends import ObjectId
+from kvstrata.tools import cli, cli_migrate  # noqa: F401 (imported once, before all forks)
 
-ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
 
-# Runs the command, and kills itself at the Nth call of a function.
-DOOMED = """
-import importlib, os, signal, sys
-from kvstrata.tools.cli import main
-module, cls, method, count, when = sys.argv[1].split(":")
-owner = getattr(importlib.import_module(module), cls)
-original, left = getattr(owner, method), int(count)
-def doomed(*args, **kwargs):
-    global left
-    left -= 1
-    if left == 0 and when == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = original(*args, **kwargs)
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, method, doomed)
-sys.exit(main(sys.argv[2:]))
-"""
 FILES = "kvstrata.backends.filesystem.files:FrameFiles"
 JOURNAL = "kvstrata.tools.migrate_journal:Journal"
 BACKEND = "kvstrata.backends.filesystem.backend:FilesystemBackend"
@@ -49,18 +31,84 @@ def _command(two: Any, *args: str) -> list[str]:
             "--json", str(two.folder / "report.json"), *args]  # fmt: skip
 
 
-def _start(two: Any, args: Sequence[str], *first: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, *(first or ("-m", "kvstrata.tools.cli")), *args], cwd=two.folder,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+class Child:
+    """The command in a forked process. `doom`: it kills itself at the Nth call of a function,
+    `module:class:method:N:before` or `…:after`."""
+
+    def __init__(self, two: Any, args: Sequence[str], doom: str = "") -> None:
+        self._errors = two.folder / "errors.txt"
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                code = _become(two.folder, args, doom, self._errors)
+            finally:
+                os._exit(code)
+        self._fd = os.pidfd_open(self.pid)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def ends_within(self, seconds: float) -> bool:
+        return bool(self._poll.poll(seconds * 1000))
+
+    def send(self, signum: int) -> None:
+        signal.pidfd_send_signal(self._fd, signum)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`, which holds before the process ends."""
+        for _ in range(int(WAIT_S * 500)):
+            if condition():
+                return
+            assert not self.ends_within(0.002), self._errors.read_text()
+        raise AssertionError("nothing happened")
+
+    def wait(self) -> tuple[int, str]:
+        """The exit code (negative: the signal that killed it) and what it said on stderr."""
+        in_time = self.ends_within(WAIT_S)
+        if not in_time:
+            self.send(signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._fd)
+        assert in_time, "it does not end"
+        return os.waitstatus_to_exitcode(status), self._errors.read_text()
+
+
+def _become(folder: Path, args: Sequence[str], doom: str, errors: Path) -> int:
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "200"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = open(errors, "w", buffering=1)  # noqa: SIM115
+    if doom:
+        _plant(*doom.split(":"))
+    code = cli.main(args)
+    sys.stderr.flush()
+    return code
+
+
+def _plant(module: str, cls: str, method: str, count: str, when: str) -> None:
+    owner = getattr(importlib.import_module(module), cls)
+    original, calls = getattr(owner, method), itertools.count(1)
+
+    def doomed(*args: Any, **kwargs: Any) -> Any:
+        is_last = next(calls) == int(count)
+        if is_last and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, method, doomed)
+
+
+def _die(two: Any, args: Sequence[str], doom: str) -> None:
+    assert Child(two, args, doom).wait()[0] == -signal.SIGKILL
 
 
 def _finish(two: Any, *args: str) -> dict[str, Any]:
-    with _start(two, _command(two, *args)) as process:
-        _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, errors.decode()
+    code, errors = Child(two, _command(two, *args)).wait()
+    assert code == 0, errors
     return json.loads((two.folder / "report.json").read_bytes())
 
 
@@ -68,37 +116,19 @@ def _stored(two: Any) -> int:
     return sum(1 for _ in (two.root("b") / "objects").glob("*/*/*"))
 
 
-def _until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> bool:
-    """True when `condition` holds, False when the process has ended before."""
-    fd = os.pidfd_open(process.pid)
-    try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        for _ in range(int(WAIT_S * 500)):
-            if condition():
-                return True
-            if poll.poll(2):
-                return False
-        raise AssertionError("nothing happened")
-    finally:
-        os.close(fd)
-
-
 @pytest.mark.parametrize("move", [False, True])
 def test_killed_five_times_at_random(two: Any, seed: int, move: bool) -> None:
     """Nothing is lost or doubled, and the destination is whole at every moment."""
-    pages = len(two.fill("a", chains=40, longest=12).requests)
+    pages = len(two.fill("a", chains=25, longest=12).requests)
     before = two.frames("a")
     rng = random.Random(seed)
     options = ["--threads", "2", *(["--move"] if move else [])]
     kills = 0
-    for share in sorted(rng.uniform(0.02, 0.9) for _ in range(5)):
-        with _start(two, _command(two, *options, "--rate", "1200KiB")) as process:
-            goal = int(share * pages)
-            if _until(process, lambda goal=goal: _stored(two) >= goal):  # type: ignore[misc]
-                process.kill()
-                kills += 1
-            process.communicate()
+    for share in sorted(rng.uniform(0.02, 0.75) for _ in range(5)):
+        child, goal = Child(two, _command(two, *options, "--rate", "100KiB")), int(share * pages)
+        child.until(lambda goal=goal: _stored(two) >= goal)  # type: ignore[misc]
+        child.send(signal.SIGKILL)
+        kills += child.wait()[0] == -signal.SIGKILL
         two.assert_closed("b")
     assert kills == 5
     report = _finish(two, *options)
@@ -134,9 +164,7 @@ def test_killed_five_times_at_random(two: Any, seed: int, move: bool) -> None:
 def test_killed_at_every_step(two: Any, where: str) -> None:
     pages = len(two.fill("a", chains=8, longest=8).requests)
     before = two.frames("a")
-    with _start(two, _command(two, "--move"), "-c", DOOMED, where) as process:
-        process.communicate(timeout=WAIT_S)
-    assert process.returncode == -signal.SIGKILL
+    _die(two, _command(two, "--move"), where)
     two.assert_closed("a")
     two.assert_closed("b")
     merged = {**two.frames("a"), **two.frames("b")}
@@ -150,12 +178,12 @@ def test_killed_at_every_step(two: Any, where: str) -> None:
 
 def test_interrupted_it_says_how_to_go_on(two: Any) -> None:
     pages = len(two.fill("a", chains=20, longest=12).requests)
-    with _start(two, _command(two, "--rate", "300KiB", "--threads", "1")) as process:
-        assert _until(process, lambda: _stored(two) > 0)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, errors.decode()
-    text = " ".join(errors.decode().split())
+    child = Child(two, _command(two, "--rate", "100KiB", "--threads", "1"))
+    child.until(lambda: _stored(two) > 0)
+    child.send(signal.SIGINT)
+    code, errors = child.wait()
+    assert code == 130, errors
+    text = " ".join(errors.split())
     assert "the same command goes on from here (journal var/migrate-a-b.journal)" in text
     assert "Traceback" not in text
     report = json.loads((two.folder / "report.json").read_bytes())
@@ -170,9 +198,7 @@ def test_what_a_killed_one_leaves_is_cleared(two: Any) -> None:
     """No owners, reservations or temporary files stay behind."""
     two.fill("a", chains=4, longest=4)
     where = f"{FILES}:publish:3:before"
-    with _start(two, _command(two), "-c", DOOMED, where) as process:
-        process.communicate(timeout=WAIT_S)
-    assert process.returncode == -signal.SIGKILL
+    _die(two, _command(two), where)
     _finish(two)
     for name in "ab":
         assert list((two.root(name) / "owners").iterdir()) == []
@@ -187,9 +213,7 @@ def test_killed_when_all_was_done(two: Any, make_frame: Any, move: bool) -> None
     tree = two.fill("a", chains=4, longest=4)
     options = ["--move"] if move else []
     where = "kvstrata.tools.cli_migrate:_Command:run:1:after"
-    with _start(two, _command(two, *options), "-c", DOOMED, where) as process:
-        process.communicate(timeout=WAIT_S)
-    assert process.returncode == -signal.SIGKILL
+    _die(two, _command(two, *options), where)
     two.store("a", [make_frame(ObjectId(two.namespace, b"\x05" * 32), None, 0, b"n" * 512)])
     report = _finish(two, *options)
     pages = len(tree.requests) + 1
@@ -203,8 +227,7 @@ def test_a_page_of_a_dead_run_is_not_counted_twice(two: Any) -> None:
     its own, once."""
     tree = two.fill("a", chains=1, longest=3)
     where = f"{JOURNAL}:record:1:before"
-    with _start(two, _command(two), "-c", DOOMED, where) as process:
-        process.communicate(timeout=WAIT_S)
+    _die(two, _command(two), where)
     names: list[ObjectId] = [request.object for request in tree.requests]
     assert all(two.path("b", name).exists() for name in names)
     report = _finish(two)
