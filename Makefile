@@ -15,7 +15,7 @@ LIBRARIES_READY = $(BIN)/python -c "import ctypes; [ctypes.CDLL(f'lib{n}.so.1') 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format replay-mooncake replay-full gpu $(addprefix gpu-,correct order model sanitize bench) clean
+.PHONY: help setup run test check format replay-mooncake soak replay-full gpu $(addprefix gpu-,correct order model sanitize bench) clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -52,6 +52,13 @@ check: setup ## Format, lint, types, import contracts, tidy
 format: setup ## Format the code and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+SOAK_OPERATIONS ?= 10000
+SOAK_SEED ?=
+
+soak: setup ## Storage workers over backends that fail in every way, from a seed (SOAK_SEED=…)
+	$(BIN)/python -m kvstrata.backends.testing.soak --operations $(SOAK_OPERATIONS) \
+	  $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 replay-mooncake: setup ## Replay a trace with a Mooncake Store as L3, on stores of its own (TRACE=…)
 	$(BIN)/kvstrata mooncake up --config configs/mooncake.toml --private -- \
