@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -353,3 +354,46 @@ def test_the_catalog_says_what_failed(tmp_path: Any) -> None:
         Catalog(path)
     with Catalog(path) as catalog, pytest.raises(StorageError, match="no such"):
         catalog.rows("SELECT * FROM nowhere")
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.ACCESS, Outcome.TIMEOUT])
+def test_pages_that_cannot_be_read_are_named(tree: Any, outcome: Outcome) -> None:
+    """EIO, EACCES and the like of single pages: the rest is copied, the threads live on."""
+    source, target = _filled(tree), Durable()
+    leaves = [r.object for r in tree.requests if all(o.parent != r.object for o in tree.requests)]
+    bad, read = set(leaves[:2]), source.read
+
+    def refuse(requests: Any) -> list[PageResult]:
+        results = read(requests)
+        if requests[0].nbytes == 4096:  # a header, of the scan
+            return results
+        refused = PageResult(outcome, 0, "EIO: Input/output error")
+        return [refused if q.object in bad else r for q, r in zip(requests, results, strict=True)]
+
+    source.read = refuse  # type: ignore[method-assign]
+    report = _run(source, target)
+    assert (report.failed, report.copied) == (2, len(tree.requests) - 2)
+    assert {p.page for p in report.problems} == {name.name for name in bad}
+    assert {p.fault for p in report.problems} == {outcome.value}
+    assert "EIO" in report.problems[0].message
+
+
+def test_nothing_is_left_open(tree: Any) -> None:
+    """Descriptors and threads, also when the work was stopped or has failed."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    _run(_filled(tree), Durable())
+    before = held()
+    for _ in range(5):
+        _run(_filled(tree), Durable(), reads_back=True, move=True)
+        _run(_filled(tree), Durable(max_bytes=40 * 4608), threads=2)
+        broken = Durable()
+        broken.exists = lambda objects: 1 // 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            _run(_filled(tree), broken)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvstrata-tool"):
+            thread.join(WAIT_S)
+    assert held() == before
