@@ -93,9 +93,9 @@ def run(
 ) -> TransferReport:
     """Everything, in minutes; `only` geometries with this in their names.
 
-    `lmcache` is a folder with LMCache's c_ops library, where the package is not installed. `save` is
-    called with what there is, part by part. Raises ConfigError without a GPU, InputError for a name
-    that fits none."""
+    `lmcache` is a folder with LMCache's c_ops library, where the package is not installed. `save`
+    is called with what there is, part by part. Raises ConfigError without a GPU, InputError for a
+    name that fits none."""
     geometries = [g for g in GEOMETRIES if only in g.label]
     if not geometries:
         raise InputError(

@@ -1,0 +1,249 @@
+"""`AdoptedPools`: copies out of and into the pools of engines, in the layouts that they use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.errors import ConfigError, InputError
+from kvstrata.gpu_runtime import AdoptedPools, CpuDevice, DevicePages, Timeline, Transfer, adopt
+from kvstrata.gpu_runtime.device_pages import host_runs
+
+PAGES, SLOTS = 12, 10
+
+
+def layers(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
+    """Three layers of random bytes."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(3):
+        raw = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
+        out.append(torch.from_numpy(raw).view(dtype))
+    return out
+
+
+# Tensors of an engine, how they are adopted, and the bytes of page p as the engine sees them.
+LAYOUTS: dict[str, tuple[Callable[[], list[torch.Tensor]], dict[str, int], Callable[..., Any]]] = {
+    "K and V split, NHD": (
+        lambda: layers(2, PAGES, 4, 2, 8),
+        {"page_axis": 1},
+        lambda t, p: [x for layer in t for x in (layer[0, p], layer[1, p])],
+    ),
+    "K and V split, HND": (
+        lambda: layers(2, PAGES, 2, 4, 8),
+        {"page_axis": 1},
+        lambda t, p: [x for layer in t for x in (layer[0, p], layer[1, p])],
+    ),
+    "K and V joined": (
+        lambda: layers(PAGES, 2, 4, 2, 8),
+        {"page_axis": 0},
+        lambda t, p: [layer[p] for layer in t],
+    ),
+    "tokens": (
+        lambda: layers(PAGES * 4 + 3, 2, 8),
+        {"page_axis": 0, "page_tokens": 4},
+        lambda t, p: [layer[4 * p : 4 * p + 4] for layer in t],
+    ),
+    "latents": (
+        lambda: layers(PAGES, 4, 1, 9, dtype=torch.float8_e4m3fn),
+        {"page_axis": 0},
+        lambda t, p: [layer[p] for layer in t],
+    ),
+    "heads before pages": (
+        lambda: layers(2, PAGES, 4, 8),
+        {"page_axis": 1},
+        lambda t, p: [layer[h, p] for layer in t for h in range(2)],
+    ),
+    "a part of a larger tensor": (
+        lambda: [t[:, 3:] for t in layers(2, PAGES + 3, 4, 2, 8)],
+        {"page_axis": 1},
+        lambda t, p: [x for layer in t for x in (layer[0, p], layer[1, p])],
+    ),
+}
+
+
+def raw(parts: list[torch.Tensor]) -> bytes:
+    return b"".join(p.contiguous().view(torch.uint8).numpy().tobytes() for p in parts)
+
+
+@pytest.fixture
+def pools() -> Iterator[Callable[..., AdoptedPools]]:
+    made: list[AdoptedPools] = []
+
+    def make(**adopted: DevicePages) -> AdoptedPools:
+        made.append(AdoptedPools(adopted, CpuDevice(Timeline())))
+        return made[-1]
+
+    yield make
+    assert all(p.close(5.0) for p in made)
+
+
+def host_for(memory: DevicePages) -> np.ndarray[Any, Any]:
+    return np.full((SLOTS, memory.page_bytes + 24), 0xA5, np.uint8)
+
+
+def ended(transfer: Transfer) -> Transfer:
+    assert transfer.wait(10.0)
+    assert transfer.done()
+    assert transfer.error == ""
+    return transfer
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("groups", [1, 3])
+def test_every_layout_there_and_back(pools: Any, name: str, groups: int) -> None:
+    """B102: the host has a page's bytes in the engine's order; other pages are another's again."""
+    make, how, page = LAYOUTS[name]
+    tensors = make()
+    memory = adopt(tensors, **how)
+    assert memory.layout.pages == PAGES
+    transfers, host = pools(kv=memory), host_for(memory)
+    transfers.pin("kv", host, chunk_pages=4)
+    out, slots, back = np.array([7, 0, 11]), np.array([2, 9, 3]), np.array([1, 5, 4])
+    before = {p: raw(page(tensors, p)) for p in range(PAGES)}
+    transfers.fence()
+    ended(transfers.copy_out({"kv": out}, {"kv": slots})).join()
+    for p, s in zip(out.tolist(), slots.tolist(), strict=True):
+        assert host[s, : memory.page_bytes].tobytes() == before[p]
+        assert (host[s, memory.page_bytes :] == 0xA5).all()
+    copy = ended(transfers.copy_in({"kv": back}, {"kv": slots}, groups=groups))
+    assert copy.groups == groups
+    after = {p: raw(page(tensors, p)) for p in range(PAGES)}
+    assert after == before | {1: before[7], 5: before[0], 4: before[11]}
+
+
+def test_groups_bring_the_first_layers_first(pools: Any) -> None:
+    memory = adopt(layers(PAGES, 4, 8), page_axis=0)
+    transfers, host = pools(kv=memory), host_for(memory)
+    transfers.pin("kv", host)
+    heard: list[int] = []
+    copy = transfers.copy_in({"kv": np.arange(3)}, {"kv": np.arange(3)}, groups=3)
+    for group in range(3):
+        assert copy.wait(10.0, group)
+        heard.append(group)
+    called = []
+    copy.on_complete(lambda: called.append(1))
+    assert called == [1]
+    assert memory._views[2][:3].view(torch.uint8).eq(0xA5).all()
+
+
+def test_what_cannot_be_adopted_says_why() -> None:
+    good = layers(2, PAGES, 4, 2, 8)
+    cases: list[tuple[list[torch.Tensor], dict[str, int], str]] = [
+        ([], {"page_axis": 0}, "not none"),
+        (good, {"page_axis": 5}, "no pages along axis 5"),
+        ([t.transpose(3, 4) for t in good], {"page_axis": 1}, "not contiguous"),
+        ([good[0], *layers(2, PAGES, 4, 2, 4)], {"page_axis": 1}, "one number of pages"),
+        (good, {"page_axis": 1, "page_tokens": PAGES + 1}, "make no pages of"),
+        ([t[:, :, :0] for t in good], {"page_axis": 1}, "has no pages"),
+    ]
+    for tensors, how, text in cases:
+        with pytest.raises(ConfigError) as caught:
+            adopt(tensors, **how)
+        assert text in str(caught.value)
+        assert caught.value.remedy
+
+
+def test_wrong_numbers_are_refused_before_anything_moves(pools: Any) -> None:
+    memory = adopt(layers(PAGES, 4, 8), page_axis=0)
+    transfers, host = pools(kv=memory), host_for(memory)
+    some = {"kv": np.arange(2)}
+    with pytest.raises(InputError, match="pin each pool"):
+        transfers.copy_out(some, some)
+    with pytest.raises(ConfigError, match="stride"):
+        transfers.pin("kv", host[:, :8])
+    transfers.pin("kv", host)
+    for pages, slots, groups in (
+        ([0, PAGES], [0, 1], 1),
+        ([-1, 0], [0, 1], 1),
+        ([0, 1], [0, SLOTS], 1),
+        ([], [], 1),
+        ([0, 1], [0], 1),
+        ([0, 1], [0, 1], 99),
+    ):
+        with pytest.raises(InputError):
+            transfers.copy_in(
+                {"kv": np.asarray(pages, np.int64)},
+                {"kv": np.asarray(slots, np.int64)},
+                groups=groups,
+            )
+    assert (host == 0xA5).all()
+    with pytest.raises(ConfigError, match="no pools"):
+        AdoptedPools({}, CpuDevice(Timeline()))
+
+
+def test_a_copy_that_fails_says_so_and_goes_no_further(pools: Any, monkeypatch: Any) -> None:
+    memory = adopt(layers(PAGES, 4, 8), page_axis=0)
+    transfers, host = pools(kv=memory), host_for(memory)
+    transfers.pin("kv", host)
+    calls = []
+
+    def broken(copy: Any) -> None:
+        calls.append(copy)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(memory, "scatter", broken)
+    copy = transfers.copy_in({"kv": np.arange(3)}, {"kv": np.arange(3)}, groups=3)
+    assert copy.wait(10.0)
+    assert copy.error == "RuntimeError: planted"
+    assert len(calls) == 1
+
+
+def test_host_runs_end_where_registered_memory_does() -> None:
+    slots = np.array([3, 4, 5, 8, 7, 9, 10, 11, 12])
+    first, count = host_runs(slots, 4, joined=True)
+    assert list(zip(first.tolist(), count.tolist(), strict=True)) == [
+        (0, 1),  # 3 | 4 begins a region
+        (1, 2),
+        (3, 1),
+        (4, 1),
+        (5, 3),  # 9 10 11 | 12
+        (8, 1),
+    ]
+    first, count = host_runs(slots, 4, joined=False)
+    assert first.tolist() == list(range(9))
+    assert set(count.tolist()) == {1}
+
+
+def test_batched_copies_tell_the_driver_what_they_mean(monkeypatch: Any) -> None:
+    """Sources are read in the stream's order (B052), every copy is named once, codes are raised."""
+    from kvstrata.gpu_runtime import cuda_driver
+
+    calls: list[tuple[Any, ...]] = []
+
+    class Driver:
+        code = 0
+
+        def cuMemcpyBatchAsync_v2(self, *arguments: Any) -> int:
+            import ctypes
+
+            count = arguments[3].value
+            order = ctypes.c_int.from_address(arguments[4].value).value
+            names = (ctypes.c_uint64 * count).from_address(arguments[0].value)
+            calls.append((count, order, list(names)))
+            return self.code
+
+    class Old:
+        def cuMemcpyAsync(self, *arguments: Any) -> int:
+            calls.append(tuple(a.value for a in arguments))
+            return len(calls) > 1
+
+    addresses = np.array([10, 20, 30], np.uint64)
+    driver = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    cuda_driver.copy_batch(addresses, addresses, addresses, 7)
+    cuda_driver.copy_batch(addresses[:0], addresses[:0], addresses[:0], 7)
+    assert calls == [(3, 1, [10, 20, 30])]
+    driver.code = 1
+    with pytest.raises(cuda_driver.CudaCopyError, match="error 1"):
+        cuda_driver.copy_batch(addresses, addresses, addresses, 7)
+    calls.clear()
+    monkeypatch.setattr(cuda_driver, "_driver", Old)
+    assert not cuda_driver.has_batches()
+    with pytest.raises(cuda_driver.CudaCopyError):
+        cuda_driver.copy_batch(addresses, addresses + np.uint64(1), addresses, 7)
+    assert calls == [(10, 11, 10, 7), (20, 21, 20, 7)]

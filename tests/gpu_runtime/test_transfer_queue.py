@@ -1,0 +1,132 @@
+"""`CopyQueue`: urgent copies first, a bounded number on the device, nothing lost at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, CpuDevice, Timeline
+from kvstrata.gpu_runtime.copy_queue import DEPTH, CopyPriority, CopyQueue, Slice
+from kvstrata.gpu_runtime.device_pages import PageCopy
+from kvstrata.gpu_runtime.transfers import slices_of
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(Timeline())
+    yield device
+    assert device.close(5.0)
+
+
+class Ran:
+    """What ran, in order; the first slice waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.gate = threading.Event()
+        self.under_way, self.most = 0, 0
+
+    def slices(self, name: str, count: int) -> list[Slice]:
+        return [Slice(lambda i=i: self._run(f"{name}{i}"), 1) for i in range(count)]  # type: ignore[misc]
+
+    def _run(self, name: str) -> None:
+        assert self.gate.wait(10.0)
+        self.names.append(name)
+
+
+def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(device: CpuDevice) -> None:
+    """What is on the device goes on; of the rest the restore is first, then in order."""
+    queue, ran = CopyQueue(device.h2d), Ran()
+    (slow,) = queue.add([ran.slices("p", DEPTH + 3)], CopyPriority.PREFETCH)
+    (next_one,) = queue.add([ran.slices("q", 1)], CopyPriority.PREFETCH)
+    (urgent,) = queue.add([ran.slices("r", 2)], CopyPriority.RESTORE)
+    assert queue.queued == 3
+    ran.gate.set()
+    for event in (slow, next_one, urgent):
+        assert event.wait(10.0)
+    first = [f"p{i}" for i in range(DEPTH)]
+    assert ran.names == [*first, "r0", "r1", *(f"p{i}" for i in range(DEPTH, DEPTH + 3)), "q0"]
+    assert queue.queued == 0
+
+
+def test_an_event_can_be_waited_for_before_it_is_recorded(device: CpuDevice) -> None:
+    queue, ran, behind = CopyQueue(device.h2d), Ran(), threading.Event()
+    events = queue.add([ran.slices("a", DEPTH), ran.slices("b", 2)], CopyPriority.PREFETCH)
+    device.compute.wait_event(events[1])
+    device.compute.enqueue(behind.set)
+    assert not events[0].query()
+    assert not behind.is_set()
+    ran.gate.set()
+    assert behind.wait(10.0)
+    assert all(event.query() for event in events)
+    assert ran.names == ["a0", "a1", "a2", "a3", "b0", "b1"]
+
+
+def test_groups_complete_one_after_the_other(device: CpuDevice) -> None:
+    queue, ran, heard = CopyQueue(device.h2d), Ran(), []
+    events = queue.add([ran.slices(name, 3) for name in "abc"], CopyPriority.RESTORE)
+    for name, event in zip("abc", events, strict=True):
+        event.on_complete(lambda name=name: heard.append((name, len(ran.names))))  # type: ignore[misc]
+    ran.gate.set()
+    assert events[-1].wait(10.0)
+    assert [name for name, _ in heard] == ["a", "b", "c"]
+    assert all(count >= 3 * i for i, (_, count) in enumerate(heard, 1))
+
+
+def test_flush_enqueues_all_so_that_streams_can_end(device: CpuDevice) -> None:
+    queue, ran = CopyQueue(device.d2h), Ran()
+    (event,) = queue.add([ran.slices("a", 50)], CopyPriority.WRITE_BACK)
+    queue.flush()
+    assert queue.queued == 0
+    (later,) = queue.add([ran.slices("b", 20)], CopyPriority.WRITE_BACK)
+    assert queue.queued == 0
+    ran.gate.set()
+    assert event.wait(10.0)
+    assert later.wait(10.0)
+    assert len(ran.names) == 70
+
+
+def test_slices_that_end_at_once_do_not_nest(device: CpuDevice) -> None:
+    """A thousand slices that have ended before anybody looks: a loop, not a recursion."""
+
+    class Instant:
+        name = "instant"
+
+        def __init__(self) -> None:
+            self.ran = 0
+
+        def new_event(self) -> Any:
+            return device.fence()
+
+        def enqueue(self, work: Any, nbytes: int = 0) -> None:
+            del nbytes
+            work()
+
+        def record(self, event: Any = None) -> Any:
+            return event or device.fence()
+
+    ran = Ran()
+    ran.gate.set()
+    queue = CopyQueue(Instant())  # type: ignore[arg-type]
+    queue.add([ran.slices("a", 1000)], CopyPriority.WRITE_BACK)
+    assert len(ran.names) == 1000
+
+
+@given(count=st.integers(1, 400), most=st.integers(1, 1 << 14), seed=st.integers(0, 99))
+def test_slices_cover_a_copy_once_and_grow(count: int, most: int, seed: int) -> None:
+    pool = ComponentPool(ComponentSpec("kv", 1, 1, 8, "uint8"), 400, 2, torch.device("cpu"))
+    rng = np.random.default_rng(seed)
+    pages, slots = rng.permutation(400)[:count], rng.permutation(400)[:count]
+    parts = slices_of(PageCopy(pool, pages, np.zeros((400, 64), np.uint8), slots), most)
+    assert (np.concatenate([p.pages for p in parts]) == pages).all()
+    assert (np.concatenate([p.slots for p in parts]) == slots).all()
+    sizes = [part.nbytes for part in parts]
+    assert all(size <= max(most, pool.page_bytes) for size in sizes)
+    assert sizes[:-1] == sorted(sizes[:-1])

@@ -1,0 +1,68 @@
+"""`kvstrata bench transfer`: what it says without a GPU, and how it shows figures."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from kvstrata.errors import InputError
+from kvstrata.tools.bench.transfer import Cost, Loop, Rate, TransferReport
+from kvstrata.tools.bench.transfer_table import plot, tables
+
+REPORT = TransferReport(
+    device="a GPU",
+    torch="2.13",
+    nbytes=1 << 30,
+    repeats=3,
+    rates=[
+        Rate("8B", "contiguous", "D2H", 55.0, 1.0, 0.1),
+        Rate("8B", "kvstrata", "D2H", 54.4, 0.989, 1.9),
+    ],
+    costs=[Cost("8B", "kvstrata", "D2H", "decode-like", 1.05, 1.0)],
+    wall=[Rate("8B", "RuntimeInterface", "D2H", 52.0, 0.945, 0.0)],
+    loops=[Loop("a graph a step", "kvstrata, D2H", 2.5, 41.0)],
+    first_group_share={"first group": 0.0625},
+    verified={"8B D2H": True, "8B H2D": False},
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(run: Any) -> None:
+    done = run("bench", "transfer")
+    assert done.returncode == 2
+    assert "needs an NVIDIA GPU" in done.stderr
+    assert "doctor" in done.stderr
+
+
+def test_bad_arguments_are_named(run: Any) -> None:
+    for argument, text in (("--size=much", "--size"), ("--only=GPT-9", "Llama-3-8B")):
+        done = run("bench", "transfer", argument)
+        assert done.returncode == 2
+        assert text in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_tables_show_every_figure() -> None:
+    console = Console(width=160, record=True, file=io.StringIO())
+    for table in tables(REPORT):
+        console.print(table)
+    text = console.export_text()
+    for figure in ("0.989", "x1.050", "0.945", "2.50 %", "0.0625", "1 of 2 right", "54.4"):
+        assert figure in text
+    assert msgspec.json.decode(msgspec.json.encode(REPORT), type=TransferReport) == REPORT
+
+
+def test_a_plot_is_drawn_or_says_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    try:
+        plot(REPORT, path)
+    except InputError as error:
+        assert "matplotlib" in str(error)  # noqa: PT017 - either is right, by what is installed
+        return
+    assert path.read_text(encoding="utf-8").lstrip().startswith("<?xml")
