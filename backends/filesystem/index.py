@@ -284,8 +284,14 @@ class StoreIndex:
                 if frame.page.object not in coming and self._files.exists(frame.page.object)
             ]
             entries = [Entry.of(frame.page) for frame in there]
+            names = booking.rows_of(ledger, [entry.object for entry in entries])
+            rows = [ledger.find(name) for name in names]  # some may have come meanwhile
+            entered = sum(
+                row is None or not row.present or row.cost != entry.cost
+                for row, entry in zip(rows, entries, strict=True)
+            )
             booking.enter(ledger, entries, [frame.modified_us for frame in there])
-            return Mended(len(there), booking.drop_vanished(ledger, self._files, vanished))
+            return Mended(entered, booking.drop_vanished(ledger, self._files, vanished))
 
         return self._run(work)
 

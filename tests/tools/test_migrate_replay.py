@@ -119,6 +119,7 @@ def test_beside_a_replay_on_the_source(folder: Folder, conversations: Path) -> N
         begun += 1
         report = folder.run("migrate", "--from", "a", "--to", "b", "--rate", "20MiB")
         assert report["problems"] == []
+        assert folder.run("verify", "a")["problems"] == [], "what changes is no finding"
     done = folder.wait(replay, "replay")
     assert done["pages_mismatched"] == 0
     assert done["failed_requests"] == 0
