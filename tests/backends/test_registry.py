@@ -166,7 +166,7 @@ def test_options_that_are_wrong(table: dict[str, object], key: str, reason: str)
 
 
 def test_without_metadata() -> None:
-    """From a checkout, with only PYTHONPATH set, the two of this package are there."""
+    """From a checkout, with only PYTHONPATH set, those of this package are there."""
     source = Path(__file__).resolve().parents[2] / "src"
     script = (
         "import importlib.metadata as m; m.entry_points = lambda **k: []\n"
@@ -180,7 +180,7 @@ def test_without_metadata() -> None:
         text=True,
         check=True,
     ).stdout
-    assert out.strip() == "['filesystem', 'memory'] MemoryBackend"
+    assert out.strip() == "['filesystem', 'memory', 'mooncake'] MemoryBackend"
 
 
 def test_options_of_base_class_forbid_everything() -> None:
