@@ -18,6 +18,7 @@ from kvstrata.boundary import (
 from kvstrata.errors import PlanError, StaleHandleError
 from kvstrata.gpu_runtime.base import ModelRunner
 from kvstrata.gpu_runtime.compute import Batch, Compute, Part
+from kvstrata.gpu_runtime.copy_queue import CopyPriority
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.planning import CheckedRow, OldPages, Planner
 from kvstrata.gpu_runtime.rows import Row, RowTable
@@ -117,7 +118,7 @@ class BatchEngine:
             core.staging.give_back(source)
             core.settle_frees()
 
-        part.copy = self.copies.h2d(source, target, done)
+        part.copy = self.copies.h2d(source, target, done, CopyPriority.RESTORE)
         batch.waits.append(part.copy.event)
 
     # ── execute ──────────────────────────────────────────────────────────────────────────────────
