@@ -29,10 +29,10 @@ PUBLIC: dict[str, str] = {
         WriteRequest build_options list_plugins load_plugin
     """,
     "kvstrata.gpu_runtime": """
-        ComponentPool ComponentSpec CpuDevice Device Event ForwardContext ForwardResult
-        ForwardRow LocalGPURuntime ModelRunner OracleRunner PathTotals ReqToToken
-        RuntimeSettings SamplingParams Stream SupportsBind SupportsNewWeights Timeline
-        TransformersRunner component_spec_of
+        AdoptedPools ComponentPool ComponentSpec CpuDevice Device DevicePages Event ForwardContext
+        ForwardResult ForwardRow LocalGPURuntime ModelRunner OracleRunner PageLayout PathTotals
+        ReqToToken RuntimeSettings SamplingParams Stream SupportsBind SupportsNewWeights Timeline
+        Transfer TransferInterface TransformersRunner adopt component_spec_of
     """,
     "kvstrata.tools": "",
 }
