@@ -52,11 +52,10 @@ CHOICES: Mapping[Keys, Choice] = {
 
 COMPONENT_CHOICES: Mapping[str, Choice] = {
     "kind": Choice(
-        ("full",),
+        ("full", "mla"),
         {
             "swa": f"sliding-window attention pools are {_LATER}",
             "mamba": f"state pools (Mamba) are {_LATER}",
-            "mla": f"latent attention (MLA) pools are {_LATER}",
             "indexer": f"sidecar pools (sparse-attention indexer) are {_LATER}",
         },
     ),

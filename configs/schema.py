@@ -99,6 +99,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     kind: str = "auto"
     """auto | cpu | cuda. auto takes the first GPU if there is one."""
+    chunk_bytes: ByteSize = ByteSize(64 << 20)
+    """GPU memory through which pages with small pieces are copied, four times: two each way."""
 
 
 class ComponentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -107,7 +109,7 @@ class ComponentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     name: Name
     """Name of the pool."""
     kind: str = "full"
-    """full (full attention) is the one kind of this version."""
+    """full (keys and values) | mla (one latent a token: kv_heads = 1, head_dim its length)."""
     layers: Positive
     kv_heads: Positive
     head_dim: Positive
@@ -118,8 +120,9 @@ class ComponentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        """Bytes of one token over all layers: its keys and values, or its latents."""
+        arrays = self.layers if self.kind == "mla" else 2 * self.layers
+        return arrays * self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

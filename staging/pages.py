@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -336,7 +335,6 @@ def _expanded(first: Pages, count: Pages) -> Pages:
 
 def runs_of_pages(pages: Pages) -> tuple[PageRun, ...]:
     """The shortest list of runs that names `pages` in their order."""
-    borders: Any = np.flatnonzero(np.diff(pages) != 1) + 1
-    starts = [0, *borders.tolist()]
-    ends = [*borders.tolist(), len(pages)]
-    return tuple(PageRun(int(pages[a]), b - a) for a, b in zip(starts, ends, strict=True))
+    first = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1))
+    count = np.diff(np.append(first, len(pages)))
+    return tuple(map(PageRun, pages[first].tolist(), count.tolist()))

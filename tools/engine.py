@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -139,7 +140,7 @@ def device_of(config: Config) -> Callable[[Timeline], Device]:
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         from kvstrata.gpu_runtime.cuda import CudaDevice
 
-        return CudaDevice
+        return partial(CudaDevice, chunk_bytes=config.device.chunk_bytes)
     return CpuDevice
 
 

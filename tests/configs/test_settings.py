@@ -40,7 +40,7 @@ WRONG: list[Case] = [
     ("head_dim = 8", 'head_dim = 8\nkind = "mamba"', 15, "pools.components[0].kind",
      ["Mamba", "not available in this version", "use full"]),
     ("head_dim = 8", 'head_dim = 8\nkind = "wat"', 15, "pools.components[0].kind",
-     ['no kind "wat"', "known: full"]),
+     ['no kind "wat"', "known: full, mla"]),
     ("[staging]", '[device]\nkind = "gpu"\n[staging]', 17, "device.kind",
      ["known: auto, cpu, cuda"]),
     ('"64KiB"', '"64KiBs"', 17, "staging.bytes", ["not a size"]),
