@@ -92,6 +92,26 @@ def storage(
     _write(report, json)
 
 
+@app.command()
+def worker(
+    page_size: Annotated[str, typer.Option(help="Payload of a page.")] = "64KiB",
+    batches: Annotated[int, typer.Option(min=1, help="For the overhead.")] = 100,
+    rounds: Annotated[int, typer.Option(min=4, help="Loads beside each neighbour.")] = 2000,
+    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
+) -> None:
+    """What a storage worker adds to a page, and what bad neighbours cost a healthy one."""
+    from kvstrata.tools.bench import worker as bench
+
+    try:
+        page_bytes = parse_size(page_size)
+    except ValueError as exc:
+        raise InputError(str(exc), remedy="give a size", where=Where(key="--page-size")) from exc
+    report = bench.run(page_bytes, batches, rounds)
+    for table in bench.tables(report):
+        Console().print(table)
+    _write(report, json)
+
+
 def _write(report: object, json: Path | None) -> None:
     if json is None:
         return
