@@ -30,7 +30,7 @@ from kvstrata.tools.inspect_store import (
     read_file,
     read_frame,
 )
-from kvstrata.tools.stores import backend_config, namespace_names, open_store
+from kvstrata.tools.stores import backend_config, namespace_names, open_store, wait_until_counted
 from kvstrata.units import format_size
 
 BAR_WIDTH = 10
@@ -108,6 +108,7 @@ def _show_store(
             on_progress("scan", done, 0, 0)
 
         shapes = inspect_store(backend, catalog, namespace_names(settings), prefixes, on_batch)
+        wait_until_counted(backend)
         usage, health = backend.usage(), backend.health()
     report = InspectReport(
         backend=name,

@@ -15,7 +15,7 @@ from kvstrata.backends.filesystem.options import FilesystemOptions
 from kvstrata.configs import Config
 from kvstrata.errors import KvstrataError
 from kvstrata.tools.doctor import Check, Machine, Status
-from kvstrata.tools.stores import open_store
+from kvstrata.tools.stores import open_store, wait_until_counted
 from kvstrata.units import format_size, parse_size
 
 BLOCK = 4096
@@ -174,6 +174,7 @@ def _room(
     if is_there and os.path.isdir(os.path.join(folder, "objects")):
         try:
             with open_store(config, name, writes=False) as store:
+                wait_until_counted(store)
                 used = store.usage().used_bytes
         except KvstrataError as error:
             yield Check(area, "index", Status.FAIL, str(error), "kvstrata verify says more")

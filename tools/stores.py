@@ -13,12 +13,13 @@ from difflib import get_close_matches
 import msgspec
 
 from kvstrata.backends import BackendContext, ObjectId, StorageBackend, load_plugin
-from kvstrata.backends.filesystem.options import FilesystemOptions
+from kvstrata.backends.filesystem import FilesystemBackend, FilesystemOptions
 from kvstrata.configs import BackendConfig, Config
-from kvstrata.errors import ConfigError, InputError, KvstrataError, PluginError
+from kvstrata.errors import ConfigError, InputError, KvstrataError, PluginError, StorageBusyError
 from kvstrata.tiers import component_fingerprint
 
 CLOSE_DEADLINE_S = 10.0
+COUNT_DEADLINE_S = 600.0
 
 
 def backend_config(config: Config, name: str, option: str) -> BackendConfig:
@@ -72,9 +73,20 @@ def open_store(
         where = config.where("backends", name, "options", error.where.key or "")
         raise ConfigError(error.message, remedy=error.remedy, where=where) from error
     try:
+        if writes:
+            wait_until_counted(backend)
         yield backend
     finally:
         backend.close(CLOSE_DEADLINE_S)
+
+
+def wait_until_counted(backend: StorageBackend) -> None:
+    """Until `usage` is exact: before that a store with a bound takes nothing. Raises
+    StorageBusyError."""
+    if isinstance(backend, FilesystemBackend) and not backend.wait_for_scan(COUNT_DEADLINE_S):
+        raise StorageBusyError(
+            f"{backend.files.root}: its index is not rebuilt within {COUNT_DEADLINE_S:.0f} s"
+        )
 
 
 def _without_bounds(config: Config, name: str, options: msgspec.Struct) -> msgspec.Struct:

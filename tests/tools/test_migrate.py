@@ -208,6 +208,19 @@ def test_no_room(two: Any, migrate: Migrate, capsys: pytest.CaptureFixture[str])
     migrate("--set", "backends.b.options.min_free_bytes=100TiB", code=2)
 
 
+def test_a_bounded_destination_that_lost_its_index(two: Any, migrate: Migrate) -> None:
+    """It takes nothing before it has counted what it has: the tool waits for that."""
+    pages = len(two.fill("a").requests)
+    migrate()
+    for path in list((two.root("b") / "objects").glob("*/*/*"))[::2]:
+        path.unlink()
+    for path in two.root("b").glob("index-*"):
+        path.unlink()
+    report = migrate("--set", "backends.b.options.max_bytes=1GiB")
+    assert report["copied"] + report["existed"] == pages
+    assert two.frames("a") == two.frames("b")
+
+
 def test_one_store_under_two_names(
     two: Any, migrate: Migrate, capsys: pytest.CaptureFixture[str]
 ) -> None:

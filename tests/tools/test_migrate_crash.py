@@ -176,19 +176,20 @@ def test_killed_at_every_step(two: Any, where: str) -> None:
         assert (report["copied"], report["deleted"]) == (pages, pages)
 
 
-def test_interrupted_it_says_how_to_go_on(two: Any) -> None:
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_says_how_to_go_on(two: Any, signum: int, expected: int) -> None:
     pages = len(two.fill("a", chains=20, longest=12).requests)
     child = Child(two, _command(two, "--rate", "100KiB", "--threads", "1"))
     child.until(lambda: _stored(two) > 0)
-    child.send(signal.SIGINT)
+    child.send(signum)
     code, errors = child.wait()
-    assert code == 130, errors
+    assert code == expected, errors
     text = " ".join(errors.split())
     assert "the same command goes on from here (journal var/migrate-a-b.journal)" in text
     assert "Traceback" not in text
     report = json.loads((two.folder / "report.json").read_bytes())
     assert not report["complete"]
-    assert report["copied"] == _stored(two) < pages
+    assert report["copied"] <= _stored(two) < pages
     two.assert_closed("b")
     again = _finish(two)
     assert (again["copied"], again["existed"]) == (pages, 0)
