@@ -120,7 +120,7 @@ class LocalCluster:
         title = f"store-{len(self.stores)}"
         store = self._spawn(command, title, dict(os.environ))
         self.stores.append(store)
-        self._wait(store, title, lambda: set(self._segments()) > known, deadline_s)
+        self._wait(store, title, lambda: bool(set(self._segments()) - known), deadline_s)
         self.names += sorted(set(self._segments()) - known)
 
     def stop(self, deadline_s: float = _STOP_S) -> None:

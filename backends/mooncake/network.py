@@ -31,6 +31,7 @@ def is_exposed() -> bool:
 
 def enter_private_network() -> int:
     """Move the calling thread, and what it starts from now on, to a new network with loopback only.
+    Once a process: threads that Mooncake's library keeps stay in the network that they began in.
 
     Returns a descriptor of the network it was in, for `return_to_network`. Raises `StorageError`
     where that is not allowed (it takes root, or user namespaces and a process with one thread).

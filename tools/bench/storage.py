@@ -230,8 +230,8 @@ def run(
     backend: str, rounds: int, total_bytes: int, page_bytes: Sequence[int] = PAGE_BYTES
 ) -> StorageReport:
     """Raw client and worker in turns, for each page size, in a network of this thread's own with a
-    master and a store. Raises `StorageError` when something does not work, `InputError` for a
-    backend without such a benchmark."""
+    master and a store; once a process. Raises `StorageError` when something does not work,
+    `InputError` for a backend without such a benchmark."""
     if backend != "mooncake":
         raise InputError(
             f"there is no benchmark of {backend!r}",

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from kvstrata.errors import InputError
 from kvstrata.tools.bench import app
-from kvstrata.tools.bench.storage import run
-from kvstrata.tools.bench.storage_table import tables
+from kvstrata.tools.bench.storage import StorageReport, run
+
+SOURCE = Path(__file__).resolve().parents[3] / "src"
 
 
-def test_every_way_is_measured() -> None:
-    report = run("mooncake", 1, 1 << 20, page_bytes=(1 << 16,))
-    (size,) = report.sizes
-    assert (size.page_bytes, size.pages) == (1 << 16, 16)
-    assert [path.name for path in size.paths] == ["raw", "raw frames", "thread", "process"]
-    assert (size.paths[0].put_of_raw, size.paths[0].get_of_raw) == (1.0, 1.0)
-    for path in size.paths:
-        assert 0 < path.put_gb_per_s.least <= path.put_gb_per_s.median <= path.put_gb_per_s.most
-        assert path.get_of_raw > 0
-    for table in tables(report):
-        Console().print(table)
+def test_every_way_is_measured(tmp_path) -> None:
+    """In a process of its own: it makes itself a network, and the library's threads stay there."""
+    out = tmp_path / "storage.json"
+    command = [sys.executable, "-m", "kvstrata.tools.cli", "bench", "storage"]
+    done = subprocess.run(
+        [*command, "--rounds", "1", "--size", "2MiB", "--json", str(out)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "raw frames" in done.stdout
+    report = msgspec.json.decode(out.read_bytes(), type=StorageReport)
+    assert [(s.page_bytes, s.pages) for s in report.sizes] == [(2 << 20, 1), (64 << 10, 32)]
+    for size in report.sizes:
+        assert [path.name for path in size.paths] == ["raw", "raw frames", "thread", "process"]
+        assert (size.paths[0].put_of_raw, size.paths[0].get_of_raw) == (1.0, 1.0)
+        for path in size.paths:
+            put = path.put_gb_per_s
+            assert 0 < put.least <= put.median <= put.most
+            assert path.get_of_raw > 0
 
 
 def test_wrong_arguments() -> None:
