@@ -20,6 +20,8 @@ from kvstrata.backends import ObjectId
 from kvstrata.tools import cli, cli_migrate  # noqa: F401 (imported once, before all forks)
 
 WAIT_S = 60.0
+# Later Pythons warn of it: a child runs one command with threads of its own, and ends by os._exit.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 FILES = "kvstrata.backends.filesystem.files:FrameFiles"
 JOURNAL = "kvstrata.tools.migrate_journal:Journal"
