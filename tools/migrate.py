@@ -71,6 +71,8 @@ class Migration:
     clock: Callable[[], float] = time.time
     stopped_because: str = ""
     """Why it ended early, if not by `stop`."""
+    _began: float = 0.0
+    """When it would have begun, had there been no pauses between its runs."""
     _evicted: int = 0
     _waits: dict[ObjectId, threading.Event] = field(default_factory=dict)
 
@@ -103,13 +105,16 @@ class Migration:
     def run(self) -> None:
         """Copy, and with `move` remove. Call `prepare` before. Raises `StorageError` when a store
         or the journal fails as a whole; what was done is in the journal."""
-        began = time.monotonic()
+        self._began = time.monotonic() - float(self.journal.get("seconds") or 0)
+        self.journal.put(runs=str(int(self.journal.get("runs") or 0) + 1))
         try:
             self._run()
         finally:
-            spent = float(self.journal.get("seconds") or 0) + time.monotonic() - began
-            runs = int(self.journal.get("runs") or 0) + 1
-            self.journal.put(seconds=str(spent), runs=str(runs))
+            self.journal.put(seconds=str(self._spent_s))
+
+    @property
+    def _spent_s(self) -> float:
+        return time.monotonic() - self._began
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +169,7 @@ class Migration:
         buffer_bytes = settings.batch_bytes * (2 if settings.reads_back else 1) + ALIGN_BYTES
         with Crew(settings.threads, buffer_bytes, copier) as crew:
             for results in crew.run(self._batches(), is_over):
-                journal.record(results)
+                journal.record(results, self._spent_s)
                 done += len(results)
                 moved += sum(result.nbytes for result in results)
                 self.on_progress("copy", done, total, moved)

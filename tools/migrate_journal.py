@@ -189,11 +189,15 @@ class Journal(Catalog):
                 connection.execute(query, (State.WRITING, *ids))
         return pages, after
 
-    def record(self, results: Iterable[Result]) -> None:
+    def record(self, results: Iterable[Result], seconds: float | None = None) -> None:
+        """Note what became of pages, and how long it took so far over all runs."""
         rows = [(r.state, r.is_copied, r.fault, r.message, r.id) for r in results]
         query = "UPDATE pages SET state=?, copied=?, fault=?, message=? WHERE id=?"
         with self.transaction() as connection:
             connection.executemany(query, rows)
+            if seconds is not None:
+                values = ("seconds", str(seconds))
+                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values)
 
     def set_state(self, pages: Sequence[Page], state: State) -> None:
         with self.transaction() as connection:

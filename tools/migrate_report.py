@@ -45,7 +45,7 @@ class MigrateReport(msgspec.Struct, frozen=True, kw_only=True):
     move: bool
     resumed: bool
     runs: int
-    """How often the command was run for this migration, kills not counted."""
+    """How often the command was run for this migration."""
     phase: str
     stopped_because: str
     pages: int
