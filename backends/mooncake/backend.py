@@ -36,6 +36,13 @@ SUSPECT_S = 15.0
 that the segment is gone, or the network is back."""
 _MOST_SUSPECTS = 65_536
 _SCAN_BATCH = 256
+_TOLD = {
+    "failovers": "pages read from another copy",
+    "stored_short_of_copies": "pages stored with fewer copies than asked for",
+    "repaired": "copies made anew",
+    "repairs_failed": "copies that could not be made anew",
+}
+"""Counts that are a part of the health's message, because they cross to another process so."""
 
 
 class MooncakeBackend(StorageBackend):
@@ -185,7 +192,12 @@ class MooncakeBackend(StorageBackend):
         return Usage(used, sum(s.total_bytes for s in segments), objects)
 
     def health(self) -> Health:
-        return self.link.health()
+        """Of master and segments, and what became of copies since `open`."""
+        health, counts = self.link.health(), self.counts.snapshot()
+        told = [f"{counts[name]} {words}" for name, words in _TOLD.items() if name in counts]
+        if not told:
+            return health
+        return Health(health.state, "; ".join([health.message, *told] if health.message else told))
 
     def wait_repaired(self, deadline_s: float) -> bool:
         """True when no page is known to be short of copies."""

@@ -307,4 +307,7 @@ class Repair:
                 key = key_of(name, copy)
                 client.remove([key])  # it lies on a dead segment, or beside another copy
                 code = self._transfers.put(client, [key], [span], [segment])[0]
+                if client.size(key_of(name, source)) < 0:
+                    client.remove([key])  # deleted meanwhile: it shall not come back
+                    continue
                 self._counts.add("repaired" if code == 0 else "repairs_failed")

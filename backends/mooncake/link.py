@@ -23,6 +23,7 @@ STALE_S = 1.6
 """A probe that has no answer for so long is a bad one: the truth is out within two seconds."""
 REBUILD_S = 5.0
 """A client whose calls fail for so long, while the master serves, is replaced."""
+_SOON_S = 0.1
 _MOST_PROBED = 32
 """Segments whose address is tried in one look, one after the other."""
 _PROBE_KEY = "kvstrata/probe"
@@ -188,6 +189,8 @@ class Link:
         before = self._view
         try:
             view = self._find()
+            if view.problem and not before.problem and answers(self._options.master, _SOON_S):
+                view = self._find()  # one slow answer, on a busy machine, is no absence
         finally:
             self._is_looking = False
         self._view = view
@@ -202,13 +205,13 @@ class Link:
         if not answers(options.master, options.connect_timeout_s):
             return View(f"the master {options.master} does not answer")
         segments: tuple[Segment, ...] = ()
-        if self.admin is not None:
-            try:
+        try:
+            if self.admin is not None:
                 if not self.admin.is_serving():
                     return View(f"the master {options.master} is not serving")
                 segments = tuple(self.admin.segments())
-            except StorageError as error:
-                return View(str(error))
+        except StorageError as error:
+            return View(str(error))
         try:
             self._connect()
             assert self._current is not None

@@ -50,6 +50,7 @@ def test_a_store_is_killed_and_no_page_is_lost(site, make_pages, until) -> None:
     cluster.start_store()
     until(lambda: backend.wait_repaired(5.0) and _apart(backend, pages, 0, 80) == {2})
     assert backend.counts.snapshot()["repaired"] >= 16
+    assert "16 pages stored with fewer copies than asked for" in backend.health().message
 
     cluster.kill_store(0)  # the one that had them all in between
     _check(backend, pages, 0, 80)

@@ -190,7 +190,7 @@ def test_replay_and_a_second_client(config, tmp_path) -> None:
     first = _replay(config, trace, tmp_path / "first.json", "--requests", str(requests))
     assert first["page_hits"] == hits
     assert first["pages_mismatched"] == 0
-    second = _replay(config, trace, tmp_path / "second.json", "--requests", str(requests // 5))
+    second = _replay(config, trace, tmp_path / "second.json", "--requests", str(requests // 10))
     assert second["page_hits"] == second["full_pages"]
     assert second["pages_mismatched"] == 0
 
