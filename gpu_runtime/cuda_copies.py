@@ -50,8 +50,8 @@ class CopyStream(Protocol):
     """Set when the stream was made to wait for an event."""
 
 
-RING = 64
-"""Chunks that may be enqueued at once: more than `CopyQueue` lets be under way."""
+RING = 16
+"""Chunks that may be enqueued at once: more than `CopyQueue` lets be under way. Even."""
 ORDER_PAGES = 2048
 """Most pages of one chunk."""
 
@@ -81,10 +81,16 @@ class CudaCopies:
     """
 
     def __init__(
-        self, device: torch.device, owner: CopyStream, *, out: bool, chunk_bytes: int
+        self,
+        device: torch.device,
+        owner: CopyStream,
+        *,
+        out: bool,
+        chunk_bytes: int,
+        ring: int = RING,
     ) -> None:
         self._device, self._owner, self._out = device, owner, out
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._ring = chunk_bytes, ring
         with torch.cuda.device(device):
             self._bus, self._kernels = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self._steps: list[_Step] = []
@@ -105,6 +111,7 @@ class CudaCopies:
             self._owner.has_waited = False
             self._bus.wait_stream(self._owner.cuda)
             self._kernels.wait_stream(self._owner.cuda)
+        torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
         direct = self._is_direct(copy.memory)
         try:
             with torch.cuda.stream(self._bus if direct else self._kernels):
@@ -165,7 +172,7 @@ class CudaCopies:
             some = slice(at, at + most)
             step = self._steps[self._turn]
             before = self._steps[self._turn - 2]  # the last one with this chunk
-            self._turn = (self._turn + 1) % RING
+            self._turn = (self._turn + 1) % self._ring
             step.moved.synchronize()  # long ago, as a rule: then its order may be written again
             if self._out:
                 self._kernels.wait_event(before.bussed)
@@ -229,7 +236,7 @@ class CudaCopies:
                 torch.cuda.Event(blocking=True),
                 torch.cuda.Event(),
             )
-            for i in range(RING)
+            for i in range(self._ring)
         ]
 
     def _capture(self, number: int) -> None:

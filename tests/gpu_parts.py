@@ -137,7 +137,8 @@ def run_bench(file: Path) -> dict[str, Any]:
 def call(command: list[str], limit_s: float) -> int | None:
     """The exit code; None when it was killed at the limit."""
     print("+", *command, flush=True)
-    env = {**os.environ, "PYTHONPATH": "src", "CI": ""}
+    path = os.pathsep.join(["src", *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "CI": ""}
     try:
         return subprocess.run(command, env=env, timeout=limit_s, check=False).returncode
     except subprocess.TimeoutExpired:

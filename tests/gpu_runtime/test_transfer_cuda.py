@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,3 +173,27 @@ def test_a_copy_waits_for_what_its_stream_has_waited_for(device: Any, host: Any)
         device.d2h.wait_event(device.compute.record())
         mover.move(range(COUNT), range(COUNT), out=True)
         assert (mover.host[:COUNT, : memory.page_bytes] == value).all()
+
+
+def test_a_copy_may_be_the_first_thing_that_a_thread_does_with_the_gpu(
+    device: Any, host: Any
+) -> None:
+    """The driver's calls need a context that is current in their thread; both ways to copy."""
+    for heads in (8, 128):
+        spec = ComponentSpec("kv", 2, heads, 32, "bfloat16")
+        memory = ComponentPool(spec, PAGES, 16, device.torch_device)
+        pages = np.arange(2)
+        copy = PageCopy(memory, pages, host[: 2 * memory.page_bytes].reshape(2, -1), pages)
+        failures: list[BaseException] = []
+
+        def run(copy: PageCopy = copy, failures: list[BaseException] = failures) -> None:
+            try:
+                device._copies_out.copy(copy)
+            except BaseException as exc:  # noqa: BLE001 - looked at below
+                failures.append(exc)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize()
+        assert not failures

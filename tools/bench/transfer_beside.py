@@ -82,6 +82,7 @@ class _Mover:
         self._stop = threading.Event()
         self.ends: list[torch.cuda.Event] = []
         self.runs = threading.Event()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="bench-transfers")
 
     def __enter__(self) -> _Mover:
@@ -92,16 +93,24 @@ class _Mover:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        while self._move is not None and not self._stop.is_set():
-            self._move(self._out)
-            self.ends.append(torch.cuda.Event(enable_timing=True, blocking=True))
-            self.ends[-1].record(self._stream)
-            if len(self.ends) > 2:
-                self.ends[-3].synchronize()
-                self.runs.set()
+        try:
+            while self._move is not None and not self._stop.is_set():
+                self._once(self._move)
+        except BaseException as exc:  # noqa: BLE001 - raised where it is waited for
+            self._error = exc
         self.runs.set()
+
+    def _once(self, move: Method) -> None:
+        move(self._out)
+        self.ends.append(torch.cuda.Event(enable_timing=True, blocking=True))
+        self.ends[-1].record(self._stream)
+        if len(self.ends) > 2:
+            self.ends[-3].synchronize()
+            self.runs.set()
 
     def moved_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Copies that ran between two events; those at the borders count in part."""

@@ -19,6 +19,8 @@ from kvstrata.gpu_runtime.transfers import slices_of
 from kvstrata.staging import SharedRegion, aligned
 
 SLICE_BYTES = 128 << 20
+GATED_CHUNKS = 64
+"""Chunks of one copy that can be enqueued before the first byte moves."""
 LMCACHE_TOKENS = 256
 """Tokens of one call of LMCache: its default chunk."""
 HOST_KERNEL_GRID = 64
@@ -90,7 +92,9 @@ class Case:
         self.host = {True: halves[0], False: halves[1]}
         self.streams = {out: CopyStream(torch.cuda.Stream()) for out in (True, False)}
         self.copies = {
-            out: CudaCopies(device, self.streams[out], out=out, chunk_bytes=CHUNK_BYTES)
+            out: CudaCopies(
+                device, self.streams[out], out=out, chunk_bytes=CHUNK_BYTES, ring=GATED_CHUNKS
+            )
             for out in (True, False)
         }
         pages = rng.permutation(2 * self.count)[: self.count]

@@ -217,9 +217,14 @@ def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: i
     alone = loop(steps)
     stop, moved = threading.Event(), [0]
 
+    failures: list[BaseException] = []
+
     def keep_moving() -> None:
-        while not stop.is_set():
-            moved[0] += again()
+        try:
+            while not stop.is_set():
+                moved[0] += again()
+        except BaseException as exc:  # noqa: BLE001 - raised where it is waited for
+            failures.append(exc)
 
     thread = threading.Thread(target=keep_moving, name="bench-transfers")
     thread.start()
@@ -228,4 +233,6 @@ def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: i
     seconds = time.perf_counter() - started
     stop.set()
     thread.join()
+    if failures:
+        raise failures[0]
     return LoopBeside(alone * 1e3, beside * 1e3, moved[0] / seconds / (1 << 30))
