@@ -164,6 +164,7 @@ class Job:
 
     __slots__ = (
         "attempts",
+        "blamed",
         "check_s",
         "copy_s",
         "count",
@@ -181,6 +182,7 @@ class Job:
         "released",
         "reported",
         "results",
+        "started_at",
         "state",
         "waits",
     )
@@ -213,5 +215,9 @@ class Job:
         self.queued_at = 0.0
         self.attempts = 0
         """Calls that failed so that they may be made again."""
+        self.started_at = 0.0
+        """When its last call began."""
+        self.blamed = False
+        """Its call is held against the backend: it runs past the deadline, and has for long."""
         self.is_probe = False
         """A lookup of the worker's own; not counted with those of others."""

@@ -28,6 +28,8 @@ from kvstrata.boundary import KEY_BYTES, Outcome
 PROBE = ObjectId(bytes(KEY_BYTES), b"kvstrata probe".ljust(KEY_BYTES, b"\0"))
 """What no backend has. (No digest is known that is zero.)"""
 _LATE = "a call did not return before its deadline"
+_FAIR_S = 1.0
+"""A deadline may leave a call next to no time: that it needs so long is no sign of a fault."""
 _PACE = 0.2
 """Weight of the newest store in the measured pace."""
 
@@ -137,6 +139,7 @@ class Schedule(JobBook):
                 self._queued_pages[operation] -= len(job.items) - job.next
                 self._start(job)
                 job.queue_s += now - job.queued_at
+                job.started_at = now
                 self._charge(job, now)
                 return job
         return None
@@ -150,6 +153,8 @@ class Schedule(JobBook):
         counters.add_call(operation, chunk)
         if chunk.corrupt_deleted:
             self.unpark()
+        if not job.blamed and self.condition.note_call(operation, chunk, now):
+            self._refuse_waiting(operation)
         if job.reported:
             counters.late_pages += chunk.items
             self._retire(job)
@@ -157,8 +162,6 @@ class Schedule(JobBook):
         job.io_s += chunk.io_s
         job.check_s += chunk.check_s
         job.copy_s += chunk.copy_s
-        if self.condition.note_call(operation, chunk, now):
-            self._refuse_waiting(operation)
         if operation is Operation.STORE:
             self._progress_store(job, chunk, now)
         elif operation is Operation.LOAD:
@@ -179,11 +182,10 @@ class Schedule(JobBook):
         """Report every job whose deadline has passed; let go on what waited until now; probe."""
         while self._alarms and self._alarms[0][0] <= now:
             job = heapq.heappop(self._alarms)[2]
-            if job.state is JobState.RUNNING and job.reported:
-                self.kill_wanted = f"{_LATE}, nor {self._kill_after_s} s later"
-            elif job.state is JobState.RUNNING:
-                self._report(job, Outcome.TIMEOUT)
-                self._resolve()
+            if job.state is JobState.RUNNING:
+                if not job.reported:
+                    self._report(job, Outcome.TIMEOUT)
+                    self._resolve()
                 self._note_late(job, now)
             elif not job.reported:
                 job.queue_s += now - job.queued_at
@@ -309,24 +311,32 @@ class Schedule(JobBook):
                 self._end(job, Outcome.UNAVAILABLE)
 
     def _note_late(self, job: Job, now: float) -> None:
-        """A call runs past its deadline."""
+        """A call runs past its deadline. One that was given little time is not held against the
+        backend before it has run for `_FAIR_S`."""
         condition, operation = self.condition, job.operation
+        due = max(job.deadline, job.started_at + _FAIR_S)
+        if now < due:
+            self._alarm(due, job)
+            return
+        if job.blamed:
+            self.kill_wanted = f"{_LATE}, nor {self._kill_after_s} s later"
+            return
+        job.blamed = True
         if self._kill_after_s < math.inf:
-            self._alarm(job.deadline + self._kill_after_s, job)
+            self._alarm(due + self._kill_after_s, job)
         if job.is_probe:
             opened = condition.note_probe_late(now)
         else:
             opened = condition.of(operation).failed(operation, Outcome.TIMEOUT, _LATE, now)
         if opened:
             self._refuse_waiting(operation)
-        late = [other for other in self._live if other.reported]
-        if len(late) == self._threads and condition.reads.open(now):
+        if sum(j.blamed for j in self._live) == self._threads and condition.reads.open(now):
             self._refuse_waiting(Operation.LOAD)
         if self._are_writes_stuck() and condition.writes.open(now):
             self._refuse_waiting(Operation.STORE)
 
     def _are_writes_stuck(self) -> bool:
-        late = sum(job.reported and job.operation in MUTATIONS for job in self._live)
+        late = sum(job.blamed and job.operation in MUTATIONS for job in self._live)
         return late == self._mutators
 
     def _send_probe(self, now: float) -> None:

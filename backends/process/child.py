@@ -41,20 +41,20 @@ class Channels:
 
     def give(self, channel: Channel) -> None:
         with self._condition:
+            if self._cut:
+                channel.close()
+                return
             self._free.append(channel)
             self._condition.notify()
 
     def cut(self) -> None:
-        """The child is dead: nobody waits any more."""
+        """The child is dead: nobody waits any more. Those that nobody uses are closed; the others
+        are by whoever uses them."""
         with self._condition:
             self._cut = True
             self._condition.notify_all()
-        for channel in self._all:
-            channel.shutdown()
-
-    def close(self) -> None:
-        """Close those that nobody uses; the others end with their call."""
-        with self._condition:
+            for channel in self._all:
+                channel.shutdown()
             while self._free:
                 self._free.pop().close()
 
@@ -161,7 +161,6 @@ class Child:
         self.dead.set()
         for channels in (self.data, self.asks, self.scans):
             channels.cut()
-            channels.close()
         self.events.close()
         os.close(self.pidfd)
 

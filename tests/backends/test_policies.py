@@ -251,6 +251,29 @@ def test_what_waits_is_answered_when_it_opens(
         job.wait_released()
 
 
+def test_a_short_deadline_is_no_fault_of_the_backend(
+    start_worker, scripted, make_pages, make_gate, clock
+) -> None:
+    """What is left of a deadline may be next to nothing; a call is blamed when it runs for long."""
+    gate, pages = make_gate(), make_pages()
+    jobs = start_worker(scripted, clock=clock, breaker=BREAKER)
+    scripted.hooks["write"] = gate
+    late = jobs.store(pages.stores(0, 1), deadline_s=0.01)
+    gate.wait_entered()
+    clock.advance(0.5)
+    assert late.outcomes() == [TIMEOUT]
+    assert "run past their deadline" in jobs.worker.condition().message
+    waits = jobs.store(make_pages(chain="y").stores(0, 1))
+    assert not waits.is_done
+    clock.advance(0.6)
+    assert waits.outcomes() == [AWAY]
+    refused = jobs.store(make_pages(chain="x").stores(0, 1))
+    assert refused.outcomes() == [AWAY]
+    assert state(jobs) is HealthState.DEGRADED
+    gate.open()
+    late.wait_released()
+
+
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_health_is_true_when_nothing_is_asked(
     start_worker, scripted, make_gate, clock, turn, how

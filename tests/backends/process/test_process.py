@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -70,6 +71,7 @@ def open_faulty(tmp_path: Path) -> Iterator[Open]:
 
 
 def _fds() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -207,7 +209,7 @@ def test_nothing_is_left(open_faulty: Open, make_pages) -> None:
     pid = backend.pid
     backend.close(5.0)
     assert not Path(f"/proc/{pid}").exists()
-    assert _fds() == before
+    assert _fds() <= before
     assert threading.active_count() == threads
     backend.close(5.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -161,6 +162,7 @@ def test_nothing_leaks_over_a_hundred_failures(start, make_pages) -> None:
     load()
     assert backend.wait_up(WAIT_S)
     load()
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for i in range(100):
         if i % 20 == 0:
@@ -168,5 +170,6 @@ def test_nothing_leaks_over_a_hundred_failures(start, make_pages) -> None:
             load()
             assert backend.wait_up(WAIT_S)
         load()
-    assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert backend.restarts == 6
