@@ -10,6 +10,7 @@ from tenacity import RetryCallState, Retrying
 from tenacity.wait import wait_exponential, wait_random
 
 from kvstrata.boundary import Outcome
+from kvstrata.units import parse_size
 
 _Delay = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 _Rate = Annotated[float, msgspec.Meta(ge=0)]
@@ -58,10 +59,14 @@ class ProcessSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     restart_delay_s: _Delay = 0.1
     """Before the first restart; twice as long before each further one."""
     restart_delay_max_s: _Delay = 10.0
-    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """A process that holds more memory of its own is restarted; 0: no bound."""
+    memory_bytes: int | str = 0
+    """A process that holds more memory of its own is restarted; a number or text like "2GiB"; 0: no
+    bound."""
     kill_after_s: _Delay = 5.0
     """It is killed when a call runs so long past its deadline."""
+
+    def __post_init__(self) -> None:
+        parse_size(self.memory_bytes)
 
 
 class Retry:

@@ -23,6 +23,7 @@ from kvstrata.errors import (
     StorageTimeoutError,
     StorageUnavailableError,
 )
+from kvstrata.units import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class Supervisor:
 
     def _serve(self, child: Child) -> None:
         """Until the process has ended or was killed."""
-        events, limit = child.events.socket.fileno(), self.settings.memory_bytes
+        events, limit = child.events.socket.fileno(), parse_size(self.settings.memory_bytes)
         while not self._closing:
             look = time.monotonic() + _LOOK_S if limit else math.inf
             ready = _wait_for([child.pidfd, events], [self._wake], look)

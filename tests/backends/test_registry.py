@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstrata.backends import StorageBackend, build_options, list_plugins, load_plugin
+from kvstrata.backends import Isolation, StorageBackend, build_options, list_plugins, load_plugin
 from kvstrata.backends.filesystem import FilesystemBackend, FilesystemOptions
 from kvstrata.backends.memory import MemoryBackend, MemoryOptions
 from kvstrata.errors import ConfigError, PluginError, Where
@@ -98,6 +98,8 @@ def test_import_that_fails(install: Install, source: str, reason: str) -> None:
         ("Backend = 3", "not a subclass"),
         ("class Backend: pass", "not a subclass"),
         (GOOD + "    api_version = 0", "version 0 of the storage contract"),
+        (GOOD + "    api_version = 3", "version 3 of the storage contract"),
+        (GOOD + '    isolation = "process"', "not a member of Isolation"),
         (GOOD + "    Options = dict", "not a msgspec.Struct"),
         (
             "import msgspec\n" + GOOD + "    class Options(msgspec.Struct): pass",
@@ -116,6 +118,12 @@ def test_contract_that_is_not_kept(install: Install, source: str, reason: str) -
     with pytest.raises(PluginError, match=reason) as caught:
         load_plugin("other")
     assert "'kv-other'" in str(caught.value)
+
+
+def test_a_plugin_of_the_contract_before(install: Install) -> None:
+    """B109: version 1 knew no isolation; such a plugin loads, and runs on threads."""
+    install(GOOD + "    api_version = 1")
+    assert load_plugin("other").isolation is Isolation.THREAD
 
 
 def test_two_claim_one_name(install: Install) -> None:
