@@ -14,6 +14,7 @@ import pytest
 
 from kvstrata.backends import BackendContext, HostRegion, PageIO
 from kvstrata.backends.mooncake import MooncakeBackend, MooncakeOptions
+from kvstrata.backends.mooncake.admin import Admin
 from kvstrata.backends.mooncake.cluster import LocalCluster
 from kvstrata.backends.mooncake.network import enter_private_network, is_exposed, return_to_network
 from kvstrata.errors import StorageError
@@ -68,10 +69,14 @@ class Site:
 
     def start(self, stores: int = 2, *flags: str, **changes: object) -> LocalCluster:
         self.options = msgspec.structs.replace(self.options, **changes)
-        cluster = LocalCluster(self.options, stores, (*QUICK, *flags))
-        self._stack.callback(cluster.stop, 0.0)
-        cluster.start()
-        return cluster
+        self.cluster = LocalCluster(self.options, stores, (*QUICK, *flags))
+        self._stack.callback(self.cluster.stop, 0.0)
+        self.cluster.start()
+        return self.cluster
+
+    @property
+    def admin(self) -> Admin:
+        return Admin(self.options.admin, 2.0)
 
     def open(self, context: BackendContext | None = None, **changes: object) -> MooncakeBackend:
         backend = self.make(**changes)

@@ -182,15 +182,27 @@ def config(site, tmp_path) -> Path:
     return path
 
 
-def test_replay_and_a_second_client(config, tmp_path) -> None:
-    """Every page comes back as it was, also to a process that stored none of them."""
+def test_a_store_dies_in_a_replay_and_a_second_client_follows(
+    config, site, tmp_path, until
+) -> None:
+    """`replicas = 2`: every page comes back as it was, also to a process that stored none."""
     is_long = LONG_TRACE.exists()
     trace = LONG_TRACE if is_long else shipped_trace()
-    requests, hits = (1000, 5780) if is_long else (60, 402)
-    first = _replay(config, trace, tmp_path / "first.json", "--requests", str(requests))
-    assert first["page_hits"] == hits
-    assert first["pages_mismatched"] == 0
-    second = _replay(config, trace, tmp_path / "second.json", "--requests", str(requests // 10))
+    requests, hits, some_bytes = (1000, 5780, 128 << 20) if is_long else (60, 402, 1 << 20)
+    args = ("replay", "--config", str(config), "--trace", str(trace))
+    args += ("--requests", str(requests), "--set", "backends.pool.options.replicas=2")
+    report = tmp_path / "first.json"
+    first = subprocess.Popen(
+        [*CLI, *args, "--json", str(report)], env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    until(lambda: sum(s.used_bytes for s in site.admin.segments()) > some_bytes)
+    site.cluster.kill_store(0)
+    assert first.wait(110) == 0
+    found = json.loads(report.read_text())
+    assert found["page_hits"] == hits
+    assert found["pages_mismatched"] == 0
+    again = ("--requests", str(requests // 5), "--set", "backends.pool.options.replicas=2")
+    second = _replay(config, trace, tmp_path / "second.json", *again)
     assert second["page_hits"] == second["full_pages"]
     assert second["pages_mismatched"] == 0
 
