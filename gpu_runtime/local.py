@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,7 @@ class LocalGPURuntime:
             if worker is not None:
                 worker.start(regions=self._regions())
             undo.pop_all()
+        self._core.expiries.append(self._refuse_stuck)
         self._attachments = 1
         self._detached = False
 
@@ -180,6 +182,12 @@ class LocalGPURuntime:
             worker.close(START_FAILED_CLOSE_S)
             raise ClosedError("the runtime was closed, or got another backend, meanwhile")
         core.events.nudge()
+
+    def _refuse_stuck(self, _: float) -> float:
+        """What asks for more of a backend that hangs with its whole share is not kept waiting."""
+        if self._core.worker is not None:
+            self._core.staging.refuse_stuck(self._core.backend_name)
+        return math.inf
 
     def _regions(self) -> tuple[HostRegion, ...]:
         region = self._core.staging.region

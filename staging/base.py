@@ -70,7 +70,8 @@ class SlotRequest:
     `grant(slots)` is called once, under the runtime's lock, when `count` pages of every component
     are there (all or none); with `pages_needed` False only the backend's share is taken and
     `slots` is empty. `refuse(cause)` is called instead when the request cannot be met: "capacity"
-    (never), "timeout" (not before `end_s` on the runtime's clock), "cancelled" or "closed".
+    (never), "timeout" (not before `end_s` on the runtime's clock), "unavailable" (the backend hangs
+    with its whole share), "cancelled" or "closed".
     """
 
     kind: SlotKind

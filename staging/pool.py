@@ -155,6 +155,21 @@ class PinnedHostBufferPool:
         self._lent[backend] -= count
         self.pump()
 
+    def refuse_stuck(self, backend: str) -> int:
+        """Refuse, as "unavailable", what would exceed the share of `backend` while it holds all of
+        that beyond a deadline: nobody knows until when it would wait. How many were refused."""
+        lent = self._lent[backend]
+        if not lent or min(table.stuck for table in self.tables.values()) < self._lent.total():
+            return 0  # some of it comes back by itself
+        hopeless = []
+        for request in self._waiting.all():
+            cap = self.cap_pages if request.kind is SlotKind.LOAD else self._write_cap
+            if request.backend == backend and lent + request.count > cap:
+                hopeless.append(request)
+        if hopeless:
+            self._refuse(hopeless, "unavailable")
+        return len(hopeless)
+
     def lent(self, backend: str) -> int:
         return self._lent[backend]
 

@@ -28,6 +28,10 @@ from kvstrata.handles import StagingMode, Tier
 SOON_S = 0.05
 """A deadline that passes while a gate is shut."""
 
+HUNG = ("timeout", "unavailable")
+"""Causes behind a backend that hangs: the deadline came, or its whole share of host pages was stuck
+before."""
+
 
 class EndTests(RuntimeSuite):
     # ── poll ─────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +139,8 @@ class EndTests(RuntimeSuite):
         other = rig.prompt(4, 7)
         pages = rig.make_pages(other)
         more = rig.fetch(rig.prompt(64), Tier.L1, deadline_s=SOON_S)
-        equal((more.n_valid, more.cause), (0, "timeout"), "a prefetch behind it")
+        equal(more.n_valid, 0, "a prefetch behind it")
+        require(more.cause in HUNG, f"its cause is {more.cause}")
         if rig.settings.mode is StagingMode.CACHE:
             copies = rig.store(other, pages, Tier.L2).extents
             rig.verify(other, pages)
@@ -161,7 +166,8 @@ class EndTests(RuntimeSuite):
                 rig.driver.apply(*actions)
                 for action in actions:
                     event = of_type(rig.driver.wait_action(action.action_id), BackedUp)
-                    equal((event.n, event.cause), (0, "timeout"), f"{action}")
+                    equal(event.n, 0, f"{action}")
+                    require(event.cause in HUNG, f"the cause is {event.cause}")
                 free = rig.driver.free(sources[0])
                 rig.driver.apply(free)
                 if tier is Tier.L2:
