@@ -88,10 +88,10 @@ class LocalCluster:
             )
         folder = client_folder()
         assert folder is not None
-        libraries = folder.parent / "mooncake_transfer_engine_non_cuda.libs"
+        libraries = [str(p) for p in folder.parent.glob("mooncake_transfer_engine*.libs")]
         environment = {
             **os.environ,
-            "LD_LIBRARY_PATH": f"{libraries}:{folder}",
+            "LD_LIBRARY_PATH": ":".join([*libraries, str(folder)]),
             "GLOG_minloglevel": "0",  # its log says why it does not come up
         }
         command = [
