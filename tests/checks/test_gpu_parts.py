@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,24 +25,48 @@ def parts(root: Path) -> ModuleType:
     return module
 
 
+COLLECT = """
+import contextlib, io, json, sys
+import pytest
+
+def collect(arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        pytest.main(arguments)
+    return out.getvalue()
+
+runs, ask_torch = json.load(sys.stdin)
+found = [collect(run) for run in runs]
+exec(ask_torch)  # the last line of the output
+sys.stderr.write(json.dumps(found))
+"""
+"""All runs in one process: what takes the time is to import torch."""
+
+
+def bare(root: Path) -> dict[str, str]:
+    """The environment of a machine without a plugin of pytest."""
+    return {**os.environ, "PYTHONPATH": str(root / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
 def test_a_part_finds_its_tests(parts: ModuleType, root: Path) -> None:
-    """Every test that is marked `cuda` is in exactly one part, also without any plugin."""
-
-    def collect(*args: str) -> set[str]:
-        plugins = [
-            arg for name in ("timeout", "xdist", "pytest_cov") for arg in ("-p", f"no:{name}")
-        ]
-        done = subprocess.run([*parts.PYTEST, *plugins, "--collect-only", *args], cwd=root,
-                              capture_output=True, text=True, check=False)  # fmt: skip
-        assert "error" not in done.stdout.lower(), done.stdout
-        return set(re.findall(r"^tests/\S+::\S.*$", done.stdout, re.MULTILINE))
-
-    chosen = [collect(*tests) for tests in parts.TESTS.values()]
-    assert all(chosen)
-    assert sum(map(len, chosen)) == len(set.union(*chosen)), "a test is in two parts"
-    assert set.union(*chosen) == collect(*parts.marked("tests/**/test_*.py")), "one is in no part"
-    for choice in parts.SANITIZED.values():
-        assert collect(*parts.SANITIZED_FILES, "-k", choice)
+    """Every test that is marked `cuda` is in exactly one part, also without any plugin; and torch
+    has what it is asked for."""
+    assert parts.PYTEST[1:3] == ["-m", "pytest"]
+    chosen = [*parts.TESTS.values(), parts.marked("tests/**/test_*.py")]
+    chosen += [[*parts.SANITIZED_FILES, "-k", choice] for choice in parts.SANITIZED.values()]
+    runs = [[*parts.PYTEST[3:], "--collect-only", *tests] for tests in chosen]
+    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=root, env=bare(root),
+                          input=json.dumps([runs, parts._ASK_TORCH]),
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads(done.stderr)
+    assert not [output for output in outputs if "error" in output.lower()]
+    found = [set(re.findall(r"^tests/\S+::\S.*$", text, re.MULTILINE)) for text in outputs]
+    assert all(found)
+    of_parts, everything = found[: len(parts.TESTS)], found[len(parts.TESTS)]
+    assert sum(map(len, of_parts)) == len(set.union(*of_parts)), "a test is in two parts"
+    assert set.union(*of_parts) == everything, "one is in no part"
+    assert json.loads(done.stdout).keys() == {"name", "count", "cuda"}
 
 
 TESTS = """
@@ -62,7 +87,10 @@ def test_error(broken): pass
 """
 
 
-def test_counts_and_failures_are_read(parts: ModuleType, tmp_path: Path) -> None:
+def test_counts_and_failures_are_read(
+    parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     file = tmp_path / "test_some.py"
     file.write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
@@ -105,7 +133,26 @@ def test_parts_are_merged(
     assert "sanitize: not installed" in printed
 
 
-def test_the_machine_is_described(parts: ModuleType) -> None:
+TORCH = """
+from types import SimpleNamespace
+cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda index: f"GPU {index}",
+                       device_count=lambda: 3)
+version = SimpleNamespace(cuda="13.0")
+"""
+"""As much of torch as is asked; `test_a_part_finds_its_tests` asks the real one."""
+
+
+@pytest.mark.parametrize("text", [TORCH, "raise OSError('no driver')"], ids=["there", "broken"])
+def test_the_machine_is_described(
+    parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "torch.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = parts.machine()
     assert found["versions"]["torch"]
-    assert "name" in found["device"]
+    if text is TORCH:
+        assert found["device"] == {"name": "GPU 0", "count": 3}
+        assert found["versions"]["cuda"] == "13.0"
+    else:
+        assert found["device"]["name"] == ""
+        assert found["device"]["error"]
