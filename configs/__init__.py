@@ -5,6 +5,7 @@ The folder also holds the configurations that the project ships (`*.toml`).
 
 from kvstrata.configs.load import load_config
 from kvstrata.configs.schema import (
+    AdminConfig,
     BackendConfig,
     ByteSize,
     Component,
@@ -22,6 +23,7 @@ from kvstrata.configs.schema import (
 from kvstrata.configs.source import ConfigSource
 
 __all__ = [
+    "AdminConfig",
     "BackendConfig",
     "ByteSize",
     "Component",

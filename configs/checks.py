@@ -5,13 +5,14 @@ All of it runs before anything is allocated, and reports the first thing that is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstrata.configs.convert import nearest
-from kvstrata.configs.schema import ITEM_BYTES, ByteSize, Config
-from kvstrata.configs.source import Keys
+from kvstrata.configs.schema import ITEM_BYTES, AdminConfig, ByteSize, Config
+from kvstrata.configs.source import ConfigSource, Keys
 from kvstrata.errors import ConfigError
 from kvstrata.handles import StagingMode
 from kvstrata.memory_limits import available_memory_bytes
@@ -20,6 +21,9 @@ from kvstrata.units import format_size
 
 MIN_STAGING_PAGES = 4
 """Loads and stores each need a page under way and one behind it."""
+
+MAX_SOCKET_BYTES = 107
+"""What the system takes as the path of a local socket."""
 
 _LATER = "not available in this version"
 
@@ -75,6 +79,7 @@ def check(config: Config) -> None:
     _check_geometry(config)
     _check_staging(config)
     _check_l3(config)
+    check_admin(config.admin, config.source)
     _check_memory(config)
 
 
@@ -175,6 +180,23 @@ def _check_l3(config: Config) -> None:
             "staging mode buffer_only has nothing to do without L3",
             remedy='name a backend in [l3], or use mode = "cache"',
             where=config.where("staging", "mode"),
+        )
+
+
+def check_admin(admin: AdminConfig, source: ConfigSource) -> None:
+    """Raise ConfigError for a socket that cannot be made."""
+    nbytes = len(os.fsencode(admin.socket))
+    if nbytes > MAX_SOCKET_BYTES:
+        raise ConfigError(
+            f"{nbytes} bytes are too long for a local socket, which takes {MAX_SOCKET_BYTES}",
+            remedy="give a shorter path; one may be relative to the working directory",
+            where=source.where(("admin", "socket")),
+        )
+    if "\0" in admin.socket:
+        raise ConfigError(
+            "a path has no null byte",
+            remedy="give the path of a file",
+            where=source.where(("admin", "socket")),
         )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.configs.checks import check
+from kvstrata.configs.checks import check, check_admin
 from kvstrata.configs.convert import convert, nearest
 from kvstrata.configs.read import Table, read_config, take_from_environment
-from kvstrata.configs.schema import NAME_PATTERN, SECTIONS, BackendConfig, Config
+from kvstrata.configs.schema import NAME_PATTERN, SECTIONS, AdminConfig, BackendConfig, Config
 from kvstrata.configs.source import ConfigSource, Keys
 from kvstrata.errors import ConfigError, PluginError
 
@@ -52,6 +52,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = Config(identity=identity, backends=backends, source=source, **sections)
     check(config)
     return config
+
+
+def load_admin(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AdminConfig, ConfigSource]:
+    """`[admin]` alone, for who only wants to reach the process that serves: the rest is that one's
+    business, and it has the memory, so it is not checked. Raises ConfigError."""
+    table, source = read_config(Path(path), overrides)
+    _need_tables({name: value for name, value in table.items() if name == "admin"}, source)
+    admin = convert(table.get("admin", {}), AdminConfig, ("admin",), source)
+    check_admin(admin, source)
+    return admin, source
 
 
 def _need_tables(table: Table, source: ConfigSource) -> None:

@@ -218,6 +218,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Tokens that a decoding row makes in one batch."""
 
 
+class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[admin]`: how an operator reaches a process that serves (`kvstrata backends status`)."""
+
+    socket: Text = ""
+    """Path of the local socket, for its owner only; "" has none. One process, one path."""
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """The geometry of one component's pool, derived from the settings."""
@@ -247,6 +254,7 @@ class Config:
     backends: Mapping[str, BackendConfig] = field(default_factory=dict, repr=False)
     policies: PoliciesConfig = field(default_factory=PoliciesConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    admin: AdminConfig = field(default_factory=AdminConfig)
     source: ConfigSource = field(default_factory=ConfigSource, repr=False, compare=False)
     """Where each setting came from."""
 
@@ -348,12 +356,14 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "l3": L3Config,
     "policies": PoliciesConfig,
     "scheduler": SchedulerConfig,
+    "admin": AdminConfig,
 }
 """The tables of fixed shape. `[backends.NAME]` tables are `BackendConfig`."""
 
 __all__ = [
     "ITEM_BYTES",
     "SECTIONS",
+    "AdminConfig",
     "BackendConfig",
     "ByteSize",
     "Component",

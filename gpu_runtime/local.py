@@ -133,6 +133,11 @@ class LocalGPURuntime:
 
     # ── storage, while serving; any thread ───────────────────────────────────────────────────────
 
+    def attached_storage(self) -> StorageWorker | None:
+        """The worker that L3 is asked through now; None while there is none."""
+        with self._core.lock:
+            return None if self._detached else self._core.worker
+
     def detach_storage(self, deadline_s: float, *, force: bool = False) -> bool:
         """Go on without the backend, which is closed within `deadline_s` in all.
 

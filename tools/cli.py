@@ -36,7 +36,11 @@ MOUNTS = {
     "replay": Mount("kvstrata.tools.replay", "replay", "Replay a trace through L1, L2 and L3."),
     "generate": Mount("kvstrata.tools.generate", "generate", "Continue prompts with a model."),
     "config": Mount("kvstrata.tools.cli_config", "app", "Check and show configurations."),
-    "backends": Mount("kvstrata.tools.cli_backends", "app", "List, show and test storage plugins."),
+    "backends": Mount(
+        "kvstrata.tools.cli_backends",
+        "app",
+        "List and test storage plugins; detach and attach L3 of a process that serves.",
+    ),
     "migrate": Mount(
         "kvstrata.tools.cli_migrate", "migrate", "Copy or move frames from one backend to another."
     ),

@@ -1,4 +1,4 @@
-"""`kvstrata backends list | show | conformance`."""
+"""`kvstrata backends list | show | conformance`, and `status | detach | attach` of `cli_admin`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from kvstrata.backends.registry import PluginInfo, build_options, list_plugins, 
 from kvstrata.configs.read import parse_value
 from kvstrata.configs.schema import Secret
 from kvstrata.errors import InputError, PluginError, Where
+from kvstrata.tools import cli_admin
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+for command in (cli_admin.status, cli_admin.detach, cli_admin.attach):
+    app.command()(command)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A plugin, as `backends list` has it.")]
 

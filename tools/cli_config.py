@@ -89,6 +89,7 @@ def _lines(config: Config) -> Iterator[str]:
         *((f"backends.{name}", backend) for name, backend in config.backends.items()),
         ("policies", config.policies),
         ("scheduler", config.scheduler),
+        ("admin", config.admin),
     ):
         yield from _section(config, f"[{name}]", section, tuple(name.split(".")))
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
 
-from kvstrata.backends import (
-    BackendContext,
-    Isolation,
-    StorageWorker,
-    WorkerSettings,
-    load_plugin,
-)
-from kvstrata.backends.process import ProcessBackend
 from kvstrata.configs import Config
-from kvstrata.configs.schema import SECTIONS
-from kvstrata.errors import ConfigError, KvstrataError, PluginError
+from kvstrata.errors import ConfigError
 from kvstrata.gpu_runtime import (
     ComponentSpec,
     CpuDevice,
@@ -38,12 +30,12 @@ from kvstrata.tiers import (
     TreeCore,
     policy_class,
 )
+from kvstrata.tools.admin_server import AdminServer
+from kvstrata.tools.workers import located, open_worker
 
 CLOSE_DEADLINE_S = 30.0
 ABORT_DEADLINE_S = 3.0
 """After an exception nobody waits for what storage is doing."""
-START_MARGIN_S = 5.0
-"""A process that cannot be opened in time is ended first, and says why."""
 MAX_TREE_PAGES = 8_000_000
 """Pages that the tree remembers (about 60 bytes each)."""
 
@@ -56,9 +48,14 @@ class Engine:
     runtime: LocalGPURuntime
     namespace: bytes
     """Fingerprint of the configured namespace."""
+    admin: AdminServer | None = None
+    """Answers operators, where the configuration has `admin.socket`."""
 
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        self.runtime.close(deadline_s)
+        end = time.monotonic() + deadline_s
+        if self.admin is not None:
+            self.admin.close(deadline_s / 4)
+        self.runtime.close(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Engine:
         return self
@@ -70,47 +67,6 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close(CLOSE_DEADLINE_S if kind is None else ABORT_DEADLINE_S)
-
-
-def open_worker(config: Config, name: str | None = None) -> StorageWorker | None:
-    """The worker of the backend `name`, by default the one of `[l3]`, not started; None without L3.
-
-    Raises PluginError when the plugin does not take its options."""
-    name = config.l3.backend if name is None else name
-    if not name:
-        return None
-    backend = config.backends[name]
-    plugin = load_plugin(backend.plugin)
-    context = BackendContext(
-        name=name, page_bytes={c.name: c.page_bytes for c in config.components}
-    )
-    on_full: Any = backend.on_full
-    settings = WorkerSettings(
-        on_full=on_full,
-        queue_pages=backend.queue_pages,
-        queue_s=backend.queue_s,
-        retry=backend.retry,
-        breaker=backend.breaker,
-        rate=backend.rate,
-        open_deadline_s=backend.process.open_deadline_s + START_MARGIN_S,
-        kill_after_s=backend.process.kill_after_s,
-    )
-    isolation = plugin.isolation if backend.isolation == "auto" else Isolation(backend.isolation)
-    try:
-        instance = (
-            ProcessBackend(plugin, backend.options, backend.process)
-            if isolation is Isolation.PROCESS
-            else plugin(backend.options)
-        )
-    except KvstrataError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"backend {backend.plugin!r} cannot be made: {type(error).__name__}: {error}",
-            remedy="check its options; if they are right, the plugin needs a fix",
-            where=config.where("backends", name),
-        ) from error
-    return StorageWorker(name, instance, settings, context)
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:
@@ -173,30 +129,26 @@ def open_engine(config: Config, runner: ModelRunner, *, max_batch: int | None = 
         lookahead=config.scheduler.lookahead,
         decode_steps=config.scheduler.decode_steps,
     )
-    worker = open_worker(config)
-    try:
-        runtime = LocalGPURuntime(
-            runtime_settings(config), runner, worker, make_device=device_of(config)
-        )
-    except ConfigError as error:
-        raise _located(error, config) from error
-    try:
+    with ExitStack() as undo:
+        admin = _listen(config)
+        if admin is not None:
+            undo.callback(admin.close, 0.0)
+        worker = open_worker(config)
+        try:
+            runtime = LocalGPURuntime(
+                runtime_settings(config), runner, worker, make_device=device_of(config)
+            )
+        except ConfigError as error:
+            raise located(error, config, config.l3.backend) from error
+        undo.callback(runtime.close, ABORT_DEADLINE_S)
         scheduler = Scheduler(runtime, cache, prefetch, restore, settings)
-        return Engine(scheduler, runtime, namespace)
-    except BaseException:
-        runtime.close(ABORT_DEADLINE_S)
-        raise
+        if admin is not None:
+            admin.start(runtime, config)
+        undo.pop_all()
+    return Engine(scheduler, runtime, namespace, admin)
 
 
-def _located(error: ConfigError, config: Config) -> ConfigError:
-    """`error`, whose `where` has only a key, with the line of the setting that it is about.
-
-    A backend knows its own options and not the file that they came from.
-    """
-    place = error.where
-    if place.file is not None or not place.key:
-        return error
-    keys = tuple(place.key.split("."))
-    if keys[0] not in SECTIONS:
-        keys = ("backends", config.l3.backend, "options", *keys)
-    return ConfigError(error.message, remedy=error.remedy, where=config.where(*keys))
+def _listen(config: Config) -> AdminServer | None:
+    """Before anything else is opened, so that a second process on one configuration ends here."""
+    path = config.admin.socket
+    return AdminServer(path, config.where("admin", "socket")) if path else None

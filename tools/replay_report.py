@@ -64,7 +64,8 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class StorageReport(msgspec.Struct, frozen=True):
-    """L3: pages by operation and outcome, room taken, and what was given up."""
+    """L3, the backend that was attached last: pages by operation and outcome, room taken, and what
+    was given up."""
 
     backend: str
     plugin: str
@@ -174,8 +175,8 @@ def _percentiles(seconds: list[float]) -> Percentiles:
 
 
 def _storage(engine: Engine, config: Config) -> StorageReport | None:
-    backend, worker = config.l3_backend, engine.runtime.core.worker
-    if backend is None or worker is None:
+    worker = engine.runtime.core.worker
+    if worker is None:
         return None
     stats = worker.stats()
     try:
@@ -183,8 +184,8 @@ def _storage(engine: Engine, config: Config) -> StorageReport | None:
     except StorageError:
         usage = None
     return StorageReport(
-        backend=config.l3.backend,
-        plugin=backend.plugin,
+        backend=worker.name,
+        plugin=config.backends[worker.name].plugin,
         outcomes={
             operation: {outcome.value: n for outcome, n in sorted(pages.items(), key=str)}
             for operation, pages in stats.pages.items()

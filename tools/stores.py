@@ -14,6 +14,7 @@ import msgspec
 
 from kvstrata.backends import BackendContext, ObjectId, StorageBackend, load_plugin
 from kvstrata.backends.filesystem import FilesystemBackend, FilesystemOptions
+from kvstrata.backends.process import ProcessBackend
 from kvstrata.configs import BackendConfig, Config
 from kvstrata.errors import ConfigError, InputError, KvstrataError, PluginError, StorageBusyError
 from kvstrata.tiers import component_fingerprint
@@ -37,10 +38,15 @@ def backend_config(config: Config, name: str, option: str) -> BackendConfig:
     return found
 
 
-def make_backend(config: Config, name: str, options: msgspec.Struct) -> StorageBackend:
-    """An instance that is not open. Raises PluginError."""
-    plugin = load_plugin(config.backends[name].plugin)
+def make_backend(
+    config: Config, name: str, options: msgspec.Struct, *, in_process: bool = False
+) -> StorageBackend:
+    """An instance that is not open, here or `in_process`: in one of its own. Raises PluginError."""
+    backend = config.backends[name]
+    plugin = load_plugin(backend.plugin)
     try:
+        if in_process:
+            return ProcessBackend(plugin, options, backend.process)
         return plugin(options)
     except KvstrataError:
         raise

@@ -9,8 +9,8 @@ import pytest
 PUBLIC: dict[str, str] = {
     "kvstrata": "__version__",
     "kvstrata.configs": """
-        BackendConfig ByteSize Component ComponentConfig Config ConfigSource DeviceConfig L3Config
-        NamespaceConfig PoliciesConfig PoolsConfig SchedulerConfig Secret StagingConfig load_config
+        AdminConfig BackendConfig ByteSize Component ComponentConfig Config ConfigSource
+        DeviceConfig L3Config NamespaceConfig PoliciesConfig PoolsConfig SchedulerConfig Secret StagingConfig load_config
     """,
     "kvstrata.tiers": """
         CacheControl ComponentIdentity Deadlines EvictionPolicy KeyChain L3State Match
