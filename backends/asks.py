@@ -17,6 +17,7 @@ from kvstrata.errors import (
     StorageBusyError,
     StorageError,
     StorageTimeoutError,
+    StorageUnavailableError,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def close_backend(
     abandoned like any other call."""
     try:
         backend.close(max(0.0, left_s()))
-    except Exception:
+    except BaseException:
         logger.exception("backend %s: close failed", name)
     finally:
         if headers is not None:
@@ -85,8 +86,15 @@ class _Answer(Generic[_T]):
                 self._given_up = True
                 raise StorageTimeoutError(f"{what} did not return within {deadline_s:g} s")
         if self._error is not None:
-            raise self._error
+            raise _of_storage(what, self._error) from self._error
         return self._value
+
+
+def _of_storage(what: str, error: BaseException) -> KvstrataError:
+    """What a plugin raised, as an error of this package: a `SystemExit` of its own ends nobody."""
+    if isinstance(error, KvstrataError):
+        return error
+    return StorageError(f"{what} failed: {type(error).__name__}: {error}")
 
 
 class Asks:
@@ -104,28 +112,21 @@ class Asks:
         deadline_s: float,
         late: Callable[[_T], None] = lambda _: None,
     ) -> _T:
-        """What `call` returns or raises; `StorageTimeoutError` after `deadline_s`, and then
-        `late(value)` if it returns all the same. `StorageBusyError` when too many are stuck."""
+        """What `call` returns, or raises: `StorageError` for what is no error of this package.
+        `StorageTimeoutError` after `deadline_s`, and then `late(value)` if it returns all the same.
+        `StorageBusyError` when too many are stuck."""
         answer: _Answer[_T] = _Answer(late)
         self._start(what, lambda: answer.run(call))
         return answer.wait(what, deadline_s)
 
     def open(self, backend: StorageBackend, context: BackendContext, deadline_s: float) -> None:
-        """`backend.open`; one that returns after the deadline is closed. Raises errors of this
-        package as they are, `StorageError` for others."""
-        try:
-            self.ask(
-                "open",
-                lambda: backend.open(context),
-                deadline_s,
-                late=lambda _: backend.close(_LATE_CLOSE_S),
-            )
-        except KvstrataError:
-            raise
-        except Exception as error:
-            raise StorageError(
-                f"backend {self._name!r} cannot be opened: {type(error).__name__}: {error}"
-            ) from error
+        """`backend.open`; one that returns after the deadline is closed. Raises as `ask`."""
+        self.ask(
+            f"open of backend {self._name!r}",
+            lambda: backend.open(context),
+            deadline_s,
+            late=lambda _: backend.close(_LATE_CLOSE_S),
+        )
 
     def scan(
         self, objects: Callable[[], Iterator[StoredObject]], step_s: float
@@ -168,7 +169,7 @@ class Asks:
                 if batch is None:
                     return
                 if isinstance(batch, BaseException):
-                    raise batch
+                    raise _of_storage("scan", batch) from batch
                 yield from batch
         finally:
             stopped.set()
@@ -198,4 +199,9 @@ class Asks:
             if len(self._threads) >= MOST_STUCK:
                 raise StorageBusyError(f"{len(self._threads)} calls such as {what} are under way")
             self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self._threads.discard(thread)
+            raise StorageUnavailableError(f"{what}: {error}") from error

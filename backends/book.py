@@ -28,7 +28,6 @@ class JobBook:
     def __init__(self, settings: WorkerSettings, mutators: int) -> None:
         self.settings = settings
         self.counters = Counters()
-        self.running = 0
         self._mutators = mutators
         self._mutating = 0
         self._queues: dict[Operation, deque[Job]] = {op: deque() for op in Operation}
@@ -37,6 +36,8 @@ class JobBook:
         self._parked: list[Job] = []
         self._unpark_at = math.inf
         self._live: set[Job] = set()
+        self._running: set[Job] = set()
+        """Of `_live`: what is in the backend, a job a thread."""
         self._stores = 0
         self._probes = 0
         """Of `_live`; nobody waits for them."""
@@ -47,6 +48,10 @@ class JobBook:
         """Stores that wait for nothing any more and are not admitted yet."""
         self._notices: list[Notice] = []
         self._closing = False
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
 
     @property
     def idle(self) -> bool:
@@ -66,20 +71,20 @@ class JobBook:
 
     def overdue(self) -> int:
         """Jobs whose call of the backend is running past their deadline."""
-        return sum(job.reported for job in self._live) if self.running else 0
+        return sum(job.reported for job in self._running)
 
     def take_notices(self) -> list[Notice]:
         notices, self._notices = self._notices, []
         return notices
 
-    def unpark(self) -> None:
-        """There may be room: parked stores are the first in the queue, in their order."""
-        queue = self._queues[Operation.STORE]
-        for job in reversed(self._parked):
+    def unpark(self, most: int | None = None) -> None:
+        """There may be room: parked stores, or the first of them, are the first in the queue."""
+        let_go, self._parked = self._parked[:most], self._parked[len(self._parked[:most]) :]
+        for job in reversed(let_go):
             job.state = JobState.QUEUED
-            queue.appendleft(job)
-        self._parked.clear()
-        self._unpark_at = math.inf
+            self._queues[Operation.STORE].appendleft(job)
+        if not self._parked:
+            self._unpark_at = math.inf
 
     def cancel_waiting(self) -> None:
         """From now on nothing is queued: what waits ends as CANCELLED."""
@@ -109,13 +114,13 @@ class JobBook:
 
     def _start(self, job: Job) -> None:
         job.state = JobState.RUNNING
-        self.running += 1
+        self._running.add(job)
         self._mutating += job.operation in MUTATIONS
 
     def _stop(self, job: Job, state: JobState, now: float) -> None:
         job.state = state
         job.queued_at = now
-        self.running -= 1
+        self._running.discard(job)
         self._mutating -= job.operation in MUTATIONS
 
     def _end(self, job: Job, rest: Outcome | None) -> None:
@@ -204,7 +209,8 @@ class JobBook:
             assert job.reported is False or job.state is JobState.RUNNING
             assert (job.waits > 0) == (job.state is JobState.WAITING)
         assert states[JobState.ENDED] == 0
-        assert states[JobState.RUNNING] == self.running
+        assert states[JobState.RUNNING] == len(self._running)
+        assert self._running <= self._live
         assert states[JobState.PARKED] == len(self._parked)
         assert states[JobState.QUEUED] == sum(len(q) for q in self._queues.values())
         assert all(j.state is JobState.QUEUED for q in self._queues.values() for j in q)
@@ -214,6 +220,7 @@ class JobBook:
         assert self._stores == sum(j.operation is Operation.STORE for j in self._live)
         assert not self._ready
         assert self._live or not self._parked
+        assert bool(self._parked) == (self._unpark_at < math.inf)
         self._order.check_integrity(self._live)
         waiting = [j for j in self._live if j.deadline < math.inf and not j.reported]
         assert {id(j) for j in waiting} <= {id(alarm[2]) for alarm in self._alarms}

@@ -80,7 +80,7 @@ class FrameIO:
         found = self._backend.exists(objects)
         io_s = time.perf_counter() - start
         _expect(found, objects)
-        found = self._unreadable.without(objects, found)
+        found = self._unreadable.without(objects, [bool(there) for there in found])
         count = found.index(False) if False in found else len(objects)
         return Chunk((), count=count, io_s=io_s)
 
@@ -90,7 +90,7 @@ class FrameIO:
         io_s = time.perf_counter() - start
         _expect(deleted, objects)
         self._unreadable.discard(o for o, gone in zip(objects, deleted, strict=True) if gone)
-        return Chunk((), count=sum(deleted), io_s=io_s)
+        return Chunk((), count=sum(map(bool, deleted)), io_s=io_s)
 
     def _store(self, pages: Sequence[PageIO]) -> Chunk:
         start = time.perf_counter()

@@ -93,13 +93,17 @@ _NO_RETRYING = Retrying()
 """Only the schedule of delays is tenacity's: a worker waits in its queue, not on a thread."""
 
 
+_BUCKET_S = 0.1
+
+
 class Rate:
-    """Two token buckets of one second. What was let through may leave them in debt, so that a page
-    larger than a bucket passes too."""
+    """Two token buckets of a tenth of a second: enough that nobody who wakes up late loses a turn,
+    too little for a burst. What was let through may leave them in debt, so that a page larger than
+    a bucket passes too."""
 
     def __init__(self, settings: RateSettings) -> None:
         self._rates = (settings.bytes_per_s, settings.ops_per_s)
-        self._tokens = [float(rate) for rate in self._rates]
+        self._tokens = [_BUCKET_S * rate for rate in self._rates]
         self._at = -math.inf
         self.is_bounded = any(self._rates)
         self.free_at = -math.inf
@@ -109,6 +113,11 @@ class Rate:
         passed, self._at = now - self._at, now
         for i, (rate, cost) in enumerate(zip(self._rates, (nbytes, ops), strict=True)):
             if rate:
-                self._tokens[i] = min(rate, self._tokens[i] + passed * rate) - cost
+                self._tokens[i] = min(_BUCKET_S * rate, self._tokens[i] + passed * rate) - cost
                 if self._tokens[i] < 0:
                     self.free_at = max(self.free_at, now - self._tokens[i] / rate)
+
+    def duration_s(self, nbytes: int, ops: int) -> float:
+        """How long so much takes, if nothing else is asked."""
+        pairs = zip(self._rates, (nbytes, ops), strict=True)
+        return max((cost / rate for rate, cost in pairs if rate), default=0.0)

@@ -58,16 +58,19 @@ class Schedule(JobBook):
         self._throttled = False
         self._delayed: list[tuple[float, int, Job]] = []
         self._store_page_s = 0.0
+        self._store_page_bytes = 0
 
     @property
     def store_wait_s(self) -> float:
-        """How long a store would wait that came now, at the measured pace."""
-        return self._queued_pages[Operation.STORE] * self._store_page_s / self._mutators
+        """How long a store would wait that came now, at the measured pace and within the rate."""
+        pages = self._queued_pages[Operation.STORE]
+        bounded_s = self._rate.duration_s(pages * self._store_page_bytes, pages)
+        return max(pages * self._store_page_s / self._mutators, bounded_s)
 
     def runnable(self) -> int:
         """How many queued jobs a free thread could take now."""
         if self._throttled:
-            return 0
+            return self._queued_probe() is not None
         queues = self._queues
         mutations = len(queues[Operation.DROP]) + len(queues[Operation.STORE])
         room = self._mutators - self._mutating
@@ -106,6 +109,8 @@ class Schedule(JobBook):
         pages, operation = len(job.items), job.operation
         job.queued_at = now
         self._live.add(job)
+        if operation is Operation.STORE and pages:
+            self._store_page_bytes = job.items[0].payload.nbytes
         is_crowded = self._is_crowded(operation, pages)
         self._queued_pages[operation] += pages
         self._stores += operation is Operation.STORE
@@ -130,18 +135,13 @@ class Schedule(JobBook):
 
     def take(self, now: float) -> Job | None:
         """The most urgent job that may run; it is RUNNING and its caller owns it."""
-        if now < self._rate.free_at:
-            self._throttled = True
-            return None
+        self._throttled = now < self._rate.free_at
+        if self._throttled:
+            probe = self._queued_probe()
+            return None if probe is None else self._take(probe, now)
         for operation, queue in self._queues.items():
             if queue and self._may_run(operation, queue[0]):
-                job = queue.popleft()
-                self._queued_pages[operation] -= len(job.items) - job.next
-                self._start(job)
-                job.queue_s += now - job.queued_at
-                job.started_at = now
-                self._charge(job, now)
-                return job
+                return self._take(queue[0], now)
         return None
 
     def progress(self, job: Job, chunk: Chunk, now: float) -> None:
@@ -200,7 +200,8 @@ class Schedule(JobBook):
                 job.state = JobState.QUEUED
                 self._queues[job.operation].appendleft(job)
         if now >= self._unpark_at:
-            self.unpark()
+            self._unpark_at = now + self.settings.full_poll_s
+            self.unpark(1)
         self._throttled = self._throttled and now < self._rate.free_at
         if now >= self.condition.next_probe() and not self._closing:
             self._send_probe(now)
@@ -228,6 +229,8 @@ class Schedule(JobBook):
             if not result.outcome.is_stored:
                 break
             stored += 1
+        if stored:
+            self.unpark(2)  # there is room for one: soon all know, or find that it was the last
         job.results.extend(chunk.results[:stored])
         if stored == len(chunk.results):
             self._advance(job, chunk.items, now)
@@ -274,8 +277,28 @@ class Schedule(JobBook):
             return False
         if self.condition.of(operation).state is not State.HALF_OPEN or job.is_probe:
             return True
-        running = self._mutating if is_mutation else self.running - self._mutating
-        return running == 0  # one at a time is a trial
+        return not any(  # one at a time is a trial; what is stuck since before is none
+            (other.operation in MUTATIONS) == is_mutation
+            for other in self._running
+            if not (other.is_probe or other.blamed)
+        )
+
+    def _take(self, job: Job, now: float) -> Job:
+        queue = self._queues[job.operation]
+        if queue[0] is job:
+            queue.popleft()
+        else:
+            queue.remove(job)
+        self._queued_pages[job.operation] -= len(job.items) - job.next
+        self._start(job)
+        job.queue_s += now - job.queued_at
+        job.started_at = now
+        self._charge(job, now)
+        return job
+
+    def _queued_probe(self) -> Job | None:
+        """No rate holds it back: a backend that is not asked would pass for one that hangs."""
+        return next((job for job in self._queues[Operation.LOOKUP] if job.is_probe), None)
 
     def _charge(self, job: Job, now: float) -> None:
         if self._rate.is_bounded and not job.is_probe:
@@ -330,13 +353,13 @@ class Schedule(JobBook):
             opened = condition.of(operation).failed(operation, Outcome.TIMEOUT, _LATE, now)
         if opened:
             self._refuse_waiting(operation)
-        if sum(j.blamed for j in self._live) == self._threads and condition.reads.open(now):
+        if sum(j.blamed for j in self._running) == self._threads and condition.reads.open(now):
             self._refuse_waiting(Operation.LOAD)
         if self._are_writes_stuck() and condition.writes.open(now):
             self._refuse_waiting(Operation.STORE)
 
     def _are_writes_stuck(self) -> bool:
-        late = sum(job.blamed and job.operation in MUTATIONS for job in self._live)
+        late = sum(job.blamed and job.operation in MUTATIONS for job in self._running)
         return late == self._mutators
 
     def _send_probe(self, now: float) -> None:

@@ -326,6 +326,8 @@ class StorageWorker:
                 while (job := schedule.take(clock())) is None:
                     if self._stopping:
                         return
+                    if schedule.next_wake() < self._wake_at:  # a rate holds back what waits
+                        self._alarm.notify()
                     self._work.wait()
                 items = job.items[job.next : min(job.next + self._max_batch, job.limit)]
             chunk = frames.run(job.operation, items)

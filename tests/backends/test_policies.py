@@ -307,7 +307,7 @@ def test_no_probe_while_others_show_that_it_answers(
 
 
 def test_rate_of_bytes_and_operations(start_worker, scripted, make_pages, clock, turn) -> None:
-    """Loads first, no burst beyond a second, and nothing is lost."""
+    """Loads first, no burst beyond a tenth of a second, and nothing is lost."""
     pages = make_pages(page_bytes=1000)
     jobs = start_worker(scripted, clock=clock, rate=RateSettings(bytes_per_s=4000))
     caught = [jobs.store(make_pages(page_bytes=1000, chain=str(i)).stores(0, 4)) for i in range(6)]
@@ -326,7 +326,7 @@ def test_buckets() -> None:
         rate.charge(5, 1, now)
         passed += 5
         times.append(now)
-    assert times[-1] == pytest.approx((40 - 11) / 10, abs=0.2)
+    assert times[-1] == pytest.approx((40 - 2) / 10, abs=0.1)
     assert all(b >= a for a, b in pairwise(times))
 
 
@@ -387,7 +387,7 @@ def test_open_that_hangs(scripted, make_gate) -> None:
     scripted.hooks["close"] = lambda _: closed.set()
     settings = WorkerSettings(open_deadline_s=0.05)
     worker = StorageWorker("slow", scripted, settings, BackendContext("slow"))
-    with pytest.raises(StorageTimeoutError, match="open did not return"):
+    with pytest.raises(StorageTimeoutError, match=r"open .*did not return"):
         worker.start()
     gate.open()
     assert closed.wait(20)
