@@ -113,9 +113,10 @@ class Detached(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     backend: str
     """ "" : none was attached."""
     complete: bool
-    """False: pages were given up, or calls were stuck."""
-    given_up_pages: int
-    """Pages whose store waited and was given up: they are computed again when they are needed."""
+    """False: some of what waited was given up, or a call was stuck."""
+    waiting_pages: int
+    """Pages that waited for their store when it began. Those that were given up are computed again
+    when they are needed."""
     stuck_threads: int
     """Calls of the backend that had not returned; what they use stays apart until they do."""
     seconds: float

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from kvstrata import __version__
-from kvstrata.backends import StorageWorker, WorkerStats
+from kvstrata.backends import StorageWorker
 from kvstrata.configs import Config
 from kvstrata.errors import (
     ConfigError,
@@ -49,7 +49,7 @@ from kvstrata.tools.workers import located, open_worker
 MESSAGE_DEADLINE_S = 2.0
 """For a whole request to come, and for a whole answer to go."""
 ACCEPT_PAUSE_S = 1.0
-FORCED_CLOSE_S = 5.0
+FORCED_CLOSE_S = 2.0
 MAX_DRAIN_S = 3600.0
 
 logger = logging.getLogger(__name__)
@@ -104,12 +104,12 @@ class AdminServer:
         self._closing.set()
         self._wake.close()
         self._socket.close()
-        if self._thread is not None:
-            self._thread.join(deadline_s)
-            if self._thread.is_alive():
-                logger.warning("a command of the admin socket was still under way")
-                return
-        self._woken.close()
+        if self._thread is None:
+            self._woken.close()
+            return
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            logger.warning("a command of the admin socket was still under way")
 
     def check_integrity(self) -> None:
         """Raise AssertionError when it neither is closed nor can be reached."""
@@ -121,7 +121,7 @@ class AdminServer:
 
     def _serve(self, served: _Served) -> None:
         listener = self._socket.channel
-        with selectors.DefaultSelector() as selector:
+        with self._woken, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._closing.is_set():
@@ -167,8 +167,8 @@ def _detach(request: Detach, served: _Served) -> Detached:
     begun = time.monotonic()
     worker = served.runtime.attached_storage()
     if worker is None:
-        return Detached(backend="", complete=True, given_up_pages=0, stuck_threads=0, seconds=0.0)
-    before = _cancelled(worker.stats())
+        return Detached(backend="", complete=True, waiting_pages=0, stuck_threads=0, seconds=0.0)
+    waiting = worker.stats().queued_pages_now["store"]
     drain_s = min(max(0.0, request.drain_s), MAX_DRAIN_S)
     if drain_s > 0:  # the runtime gives half of its deadline to what waits
         logger.info("L3 %s is detached, drained for %g s at most", worker.name, drain_s)
@@ -176,20 +176,15 @@ def _detach(request: Detach, served: _Served) -> Detached:
     else:
         logger.info("L3 %s is detached by force", worker.name)
         served.runtime.detach_storage(FORCED_CLOSE_S, force=True)
-        complete = False
-    after = worker.stats()
-    given_up, stuck = _cancelled(after) - before, after.abandoned_threads
+        complete = waiting == 0
+    stuck = worker.stats().abandoned_threads
     return Detached(
         backend=worker.name,
-        complete=complete or not (given_up or stuck),
-        given_up_pages=given_up,
+        complete=complete and not stuck,
+        waiting_pages=waiting,
         stuck_threads=stuck,
         seconds=time.monotonic() - begun,
     )
-
-
-def _cancelled(stats: WorkerStats) -> int:
-    return sum(n for outcome, n in stats.pages["store"].items() if outcome.value == "cancelled")
 
 
 def _attach(request: Attach, served: _Served) -> Attached:

@@ -86,8 +86,9 @@ def detach(
         console.print("no backend is attached: nothing to do")
         return
     console.print(f"{answer.backend} is detached, after {answer.seconds:.1f} s")
-    if answer.given_up_pages:
-        console.print(f"{answer.given_up_pages:,} pages that waited for their store were given up")
+    if not answer.complete and answer.waiting_pages:
+        rest = "were" if force else "are stored or"
+        console.print(f"{answer.waiting_pages:,} pages waited for their store, and {rest} given up")
     if answer.stuck_threads:
         console.print(
             f"{answer.stuck_threads} calls of it have not returned: the host pages that they use "
