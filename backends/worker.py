@@ -41,6 +41,7 @@ from kvstrata.backends.base import (
 from kvstrata.backends.book import Notice
 from kvstrata.backends.clock import MAX_WAIT_S, Clock, wait_on
 from kvstrata.backends.framing import FrameIO
+from kvstrata.backends.handoff import TURNS
 from kvstrata.backends.jobs import (
     Job,
     JobResult,
@@ -105,9 +106,9 @@ class StorageWorker:
         `regions`, the memory that payloads will lie in, and that of the worker's header buffers
         are what the backend's context lists. They stay until `close` returns.
 
-        Raises what the backend raises if it is an error of this package (`ConfigError`,
-        `StorageError`), `StorageError` for anything else, `StorageTimeoutError` at the deadline.
-        Then nothing is left running, but an `open` that hangs; it is closed should it return.
+        Raises errors of this package that the backend raises, `StorageError` for anything else,
+        `StorageTimeoutError` at the deadline. Then nothing is left running, but an `open` that
+        hangs; it is closed should it return. Shortens the turns of other threads (`handoff`).
         """
         assert not self._started, "start once"
         concurrency, max_batch = limits_of(self.name, self._backend)
@@ -120,14 +121,12 @@ class StorageWorker:
         except BaseException:
             headers.close()
             raise
+        now, can_kill = self._clock(), isinstance(self._backend, SupportsKill)
         self._schedule = Schedule(
-            self.settings,
-            concurrency,
-            self._max_batch,
-            self._clock(),
-            can_kill=isinstance(self._backend, SupportsKill),
+            self.settings, concurrency, self._max_batch, now, can_kill=can_kill
         )
         self._started = True
+        TURNS.shorten()
         for i in range(concurrency):
             self._start_thread(str(i), partial(self._serve, headers.buffers(i)))
         self._start_thread("deadlines", self._watch)
@@ -146,10 +145,9 @@ class StorageWorker:
     def close(self, deadline_s: float) -> None:
         """Stop within `deadline_s` in all.
 
-        Jobs that wait end as CANCELLED; those in the backend get most of the time to return, then
-        are reported as CANCELLED too, and a backend that can be killed is. A thread that is stuck
-        is abandoned, logged and counted; should it return some day, it releases the buffers of its
-        job and ends. Idempotent.
+        Jobs that wait end as CANCELLED; those in the backend get most of the time, then are too,
+        and a backend that can be killed is. A thread that is stuck is abandoned, logged and
+        counted; should it return some day, it releases its buffers and ends. Idempotent.
         """
         end = self._clock() + deadline_s
         with self._lock:
@@ -177,6 +175,7 @@ class StorageWorker:
                 thread.join(max(0.0, min(end - self._clock(), MAX_WAIT_S)))
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         stuck += self._asks.join(lambda: end - self._clock())
+        TURNS.restore()
         with self._lock:
             self._abandoned = len(stuck)
         if stuck:
@@ -199,10 +198,9 @@ class StorageWorker:
     ) -> None:
         """Fill the payloads. Only a page with outcome LOADED holds what was stored.
 
-        A frame that is corrupt, or that twice could not be read (ACCESS, ERROR), is deleted and
-        reported to `on_evicted`, so that the page can be stored anew. While that fails, lookups do
-        not find it and stores give the reason instead of EXISTS. A frame of another format is
-        MISSING, and stays.
+        A frame that is corrupt, or twice could not be read (ACCESS, ERROR), is deleted and reported
+        to `on_evicted`, so that it can be stored anew. While that fails, lookups do not find it and
+        stores give the reason, not EXISTS. A frame of another format is MISSING, and stays.
         """
         self._submit(Operation.LOAD, pages, deadline_s, done, released)
 
@@ -239,14 +237,14 @@ class StorageWorker:
         return self._asks.scan(lambda: self._backend.scan(namespace), self.settings.ask_deadline_s)
 
     def condition(self) -> Health:
-        """What the worker itself sees: calls that fail or hang, breakers, and probes, so that it is
-        true also when nothing is asked. Never blocks."""
+        """What the worker itself sees, by calls, breakers and probes: true also when nothing is
+        asked. Never blocks."""
         with self._lock:
             return self._schedule.condition.health(self._schedule.overdue(), self._abandoned)
 
     def health(self) -> Health:
-        """What the worker sees, or else the backend's opinion, for people and tools. Blocks for
-        `ask_deadline_s` at most; `condition` does not, and is what the runtime asks for."""
+        """What the worker sees, or else the backend's opinion, for people and tools: unlike
+        `condition`, it blocks, for `ask_deadline_s` at most."""
         own = self.condition()
         if own.state is not HealthState.OK:
             return own
@@ -276,12 +274,10 @@ class StorageWorker:
         assert self._started, "start the worker first"
         now = self._clock()
         job = Job(operation, tuple(items), now + deadline_s, done, released)
-        notices: list[Notice] = []
         with self._lock:
             self._schedule.submit(job, now)
-            if self._stopping:
-                notices = self._take_notices()
-            else:
+            notices = self._take_notices() if self._stopping else []
+            if not self._stopping:
                 self._wake()
         self._deliver(notices)
 
@@ -293,6 +289,9 @@ class StorageWorker:
         """Wake whom the last transition concerns. Needs the lock."""
         if runnable := self._schedule.runnable():
             self._work.notify(runnable)
+        self._wake_watch()
+
+    def _wake_watch(self) -> None:
         if self._schedule.has_notices or self._schedule.next_wake() < self._wake_at:
             self._alarm.notify()
 
@@ -326,8 +325,7 @@ class StorageWorker:
                 while (job := schedule.take(clock())) is None:
                     if self._stopping:
                         return
-                    if schedule.next_wake() < self._wake_at:  # a rate holds back what waits
-                        self._alarm.notify()
+                    self._wake_watch()  # a rate may hold back what waits
                     self._work.wait()
                 items = job.items[job.next : min(job.next + self._max_batch, job.limit)]
             chunk = frames.run(job.operation, items)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,19 +54,32 @@ def test_a_spinning_main_thread_starves_nobody(tmp_path: Path, kind: str, jobs: 
         with lock:
             stored[0] += sum(page.outcome.is_stored for page in pages)
 
-    step, took = PAGES // jobs, []
+    step = PAGES // jobs
+    pages: list[PageIO] = memory.pages(0, PAGES)
     try:
-        for attempt in range(3):  # a machine that others use may be slow once
-            pages: list[PageIO] = memory.pages(attempt, PAGES)
-            stored[0] = 0
+        with _served_at_once():
             begun = time.perf_counter()
             for at in range(0, PAGES, step):
                 worker.store(pages[at : at + step], 30.0, done, lambda: None)
             while stored[0] < PAGES:
                 assert time.perf_counter() - begun < 20
-            took.append(time.perf_counter() - begun)
-            if took[-1] < 2.0:
-                break
-        assert min(took) < 2.0, took
+            took = time.perf_counter() - begun
+        assert took < 2.0
     finally:
         worker.close(5.0)
+
+
+@contextlib.contextmanager
+def _served_at_once() -> Iterator[None]:
+    """This thread runs as soon as it can, as on a machine that does nothing else: so it has the
+    interpreter lock back before a storage thread returns from a system call. That is the worst
+    case, 12 s with turns of 5 ms. Where it is not allowed, it happens by chance."""
+    allowed = False
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        allowed = True
+    try:
+        yield
+    finally:
+        if allowed:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
