@@ -190,7 +190,8 @@ def test_a_long_queue_of_loads_ends_in_a_loop(bench: Bench) -> None:
     for load in loads:
         event = rig.driver.ended[load.action_id]
         assert isinstance(event, PrefetchReady)
-        assert (event.n_valid, event.cause) == (0, "timeout")
+        assert event.n_valid == 0
+        assert event.cause in ("timeout", "unavailable")  # the hung backend has its whole share
     rig.backend.reads.open()
     rig.expect_free()
 
