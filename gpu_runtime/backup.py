@@ -194,7 +194,8 @@ class BackupToL3(Move):
 
         def copied(error: str) -> None:
             self._end_source(part)
-            error = error or self.cause  # a chunk before it failed: the prefix stays closed
+            # A chunk before it failed: the prefix stays closed. Or nothing is stored any more.
+            error = error or self.cause or ("closed" if self.core.closed else "")
             if not error:
                 self._store(index, slots)
                 self.ask()  # the D2H of the next chunk overlaps this store

@@ -11,10 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstrata.errors import IntegrityError
+
 if TYPE_CHECKING:
     from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
     from kvstrata.gpu_runtime.pools import ComponentPool
     from kvstrata.gpu_runtime.req_to_token import ReqToToken
+
+
+LOOK_S = 0.1
+"""Who waits for what a stream of a device brings looks this often whether the device is broken."""
 
 
 class Event(ABC):
@@ -72,6 +78,17 @@ class Device(ABC):
 
     fault: BaseException | None = None
     """What broke the device. Its events do not complete then; the runtime refuses further work."""
+
+    def await_unless_broken(self, wait: Callable[[float], bool]) -> None:
+        """Call `wait(seconds)` until it says True. Raises IntegrityError when the device is broken:
+        what is waited for may never come."""
+        while not wait(LOOK_S):
+            self.check_fault()
+
+    def check_fault(self) -> None:
+        """Raise IntegrityError when the device is broken."""
+        if self.fault is not None:
+            raise IntegrityError(f"the device is broken: {self.fault}") from self.fault
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:

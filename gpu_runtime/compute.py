@@ -71,6 +71,8 @@ class Compute:
         self.context = ForwardContext(core.pools, self.req_to_token, settings.page_tokens)
         if isinstance(runner, SupportsBind):
             runner.bind(self.context)
+        # Tables and weights are made on the stream of this thread, which is none of ours.
+        core.device.compute.wait_event(core.device.fence())
         self.epoch = 0
         """How many changes of weights have run."""
         self.unknown_weights = ""

@@ -133,12 +133,12 @@ class RuntimeCore:
         address, chunks, chunk_pages = self.staging.pin_chunks()
         try:
             device.pin(address, chunks)
+            for name, pool in self.pools.items():
+                pool.host_chunk_pages = chunk_pages[name]
+                device.prepare(pool)
         except BaseException:
             self.staging.close()
             raise
-        for name, pool in self.pools.items():
-            pool.host_chunk_pages = chunk_pages[name]
-            device.prepare(pool)
         self.expiries.append(self.staging.expire)
         self.storage = StorageEvents(self.events, worker, tuple(self.pools))
 

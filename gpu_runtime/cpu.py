@@ -122,7 +122,7 @@ class CpuStream(Stream):
         event.complete()
 
     def _wait_now(self, event: Event) -> None:
-        event.wait()
+        self._owner.await_unless_broken(event.wait)
 
     def close(self, deadline_s: float) -> bool:
         with self._wake:
@@ -146,7 +146,7 @@ class CpuDevice(Device):
         return event
 
     def join(self, event: Event) -> None:
-        event.wait()
+        self.await_unless_broken(event.wait)
 
     def close(self, deadline_s: float) -> bool:
         end = time.monotonic() + deadline_s

@@ -91,30 +91,34 @@ class CudaStream(CpuStream):
 
     def _wait_now(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
-        event.recorded.wait()  # its own thread enqueues it; then the GPU waits, not the host
+        # Its own thread enqueues it; then the GPU waits, not the host.
+        self._device.await_unless_broken(event.recorded.wait)
         self.cuda.wait_event(event.cuda)
         self._after.append(event)
         self.has_waited = True
 
     def _complete(self) -> None:
-        """Wait for events in order and run their callbacks. After a CUDA error nothing completes:
-        what depends on it must not be believed."""
+        """Wait for events in order and run their callbacks. After a CUDA error (the context is lost
+        then), or a callback that raised, nothing completes: what depends on it must not be
+        believed."""
         while (item := self._completions.get()) is not None:
             try:
-                if isinstance(item, _Span):
-                    item.end.synchronize()
-                    self._device.note_span(self.name, item.start, item.end, item.nbytes)
-                    continue
-                item.cuda.synchronize()
-            except RuntimeError as exc:  # an asynchronous CUDA error: the context is lost
+                self._complete_one(item)
+            except BaseException as exc:
                 logger.exception("stream %s failed", self.name)
                 self._device.fault = self._device.fault or exc
-                continue
-            if self._device.fault is not None:
-                continue
-            for event in item.after:
-                event.wait()
-            item.complete()
+
+    def _complete_one(self, item: CudaEvent | _Span) -> None:
+        if isinstance(item, _Span):
+            item.end.synchronize()
+            self._device.note_span(self.name, item.start, item.end, item.nbytes)
+            return
+        item.cuda.synchronize()
+        if self._device.fault is not None:
+            return
+        for event in item.after:
+            self._device.await_unless_broken(event.wait)
+        item.complete()
 
     def close(self, deadline_s: float) -> bool:
         end_s = time.monotonic() + deadline_s
@@ -168,7 +172,7 @@ class CudaDevice(Device):
 
     def join(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
-        event.recorded.wait()
+        self.await_unless_broken(event.recorded.wait)
         torch.cuda.current_stream(self.torch_device).wait_event(event.cuda)
 
     def prepare(self, memory: DevicePages) -> None:
@@ -186,12 +190,12 @@ class CudaDevice(Device):
 
     def pin(self, address: int, chunk_bytes: Sequence[int]) -> None:
         cudart = torch.cuda.cudart()
-        total, done = sum(chunk_bytes), 0
+        total, done, before = sum(chunk_bytes), 0, len(self._registered)
         for nbytes in chunk_bytes:
             with torch.cuda.device(self.torch_device):
                 code = int(cudart.cudaHostRegister(address + done, nbytes, 0))
             if code:
-                self._unpin()
+                self._unpin(before)  # what was pinned earlier may be in use
                 with suppress(RuntimeError):  # the next call of torch would report it again
                     torch.zeros((), device=self.torch_device)
                 why = "memory is registered already" if code == _ALREADY_REGISTERED else "refused"
@@ -203,17 +207,20 @@ class CudaDevice(Device):
             self._registered.append(address + done)
             done += nbytes
 
-    def _unpin(self) -> None:
+    def _unpin(self, first: int = 0) -> None:
         cudart = torch.cuda.cudart()
-        for address in self._registered:
-            cudart.cudaHostUnregister(address)
-        self._registered.clear()
+        with torch.cuda.device(self.torch_device):
+            for address in self._registered[first:]:
+                cudart.cudaHostUnregister(address)
+        del self._registered[first:]
 
     def close(self, deadline_s: float) -> bool:
         end_s = time.monotonic() + deadline_s
         ended = True
         for stream in (self.compute, self.h2d, self.d2h):
             ended = stream.close(end_s - time.monotonic()) and ended
+        # What was enqueued before something broke was not waited for.
+        ended = ended and self.fault is None
         if ended:  # else something may still copy: the memory stays pinned, and mapped
             self._copies_in.close()
             self._copies_out.close()

@@ -108,9 +108,9 @@ class CudaCopies:
         """Enqueue. Raises CudaCopyError and what torch and Triton raise; the stream is behind what
         was enqueued all the same."""
         if self._owner.has_waited:
-            self._owner.has_waited = False
             self._bus.wait_stream(self._owner.cuda)
             self._kernels.wait_stream(self._owner.cuda)
+            self._owner.has_waited = False  # last: if one of these raises, the next copy does both
         torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
         direct = self._is_direct(copy.memory)
         try:

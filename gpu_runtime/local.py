@@ -27,15 +27,16 @@ from kvstrata.gpu_runtime.epochs import Epochs
 from kvstrata.gpu_runtime.moves import Moves
 from kvstrata.gpu_runtime.timeline import PathTotals, Timeline
 from kvstrata.handles import RequestRuntimeHandle
-from kvstrata.staging import Pages, SharedRegion
+from kvstrata.staging import Pages
 
 logger = logging.getLogger(__name__)
 
 START_FAILED_CLOSE_S = 5.0
 
 
-_STRANDED: list[SharedRegion] = []
-"""Host memory that a device did not let go of: it stays mapped, and registered, for good."""
+_STRANDED: list[object] = []
+"""Host and device memory that a device did not let go of: it stays, mapped and registered, for
+good."""
 
 
 class LocalGPURuntime:
@@ -125,7 +126,7 @@ class LocalGPURuntime:
             self._core.worker.close(max(0.0, deadline_s / 2))
         if not self._device.close(max(0.0, end - time.monotonic())):
             logger.error("device work was still running after %s s", deadline_s)
-            _STRANDED.append(self._core.staging.region)
+            _STRANDED.append((self._core.staging.region, self._core.pools))
         with self._core.lock:
             self._core.staging.close()
             self._batches.end_all()

@@ -20,6 +20,7 @@ import torch
 
 from kvstrata.backends import ObjectId, PageResult, ReadRequest, WriteRequest
 from kvstrata.backends.memory import MemoryBackend, MemoryOptions
+from kvstrata.boundary import Outcome
 from kvstrata.errors import ClosedError
 from kvstrata.gpu_runtime.base import (
     Device,
@@ -187,6 +188,12 @@ class SimDevice(Device):
         self.h2d: SimStream = SimStream("h2d", turns, timeline)
         self.d2h: SimStream = SimStream("d2h", turns, timeline)
 
+    def fence(self) -> Event:
+        event = SimEvent(self.turns, "host")
+        event.reached = True  # who calls has done its work: the host is the device
+        event.deliver()
+        return event
+
     def close(self, deadline_s: float) -> bool:
         streams = (self.compute, self.h2d, self.d2h)
         for stream in streams:
@@ -198,9 +205,10 @@ class SimDevice(Device):
 
 
 def poison(core: RuntimeCore) -> None:
-    """From now on a page that becomes FREE holds nothing but `POISON`."""
+    """From now on a FREE page holds nothing but `POISON`. Before the first page is taken."""
     for name, table in core.tables.items():
         data = core.pools[name].data
+        data.fill_(POISON)
 
         def spoil_device(pages: Pages, data: torch.Tensor = data) -> None:
             data[:, torch.from_numpy(pages)] = POISON
@@ -208,11 +216,25 @@ def poison(core: RuntimeCore) -> None:
         table.on_free = spoil_device
     for name, table in core.staging.tables.items():
         array = core.staging.array(name)
+        array.fill(POISON)
 
         def spoil_host(pages: Pages, array: np.ndarray[Any, Any] = array) -> None:
             array[pages] = POISON
 
         table.on_free = spoil_host
+
+
+def written_while_free(core: RuntimeCore) -> list[str]:
+    """Pools with FREE pages that do not hold what `poison` left: something has written there, too
+    late or too early. So it is seen also when nobody takes the page and reads it."""
+    device = {name: pool.data.transpose(0, 1).numpy() for name, pool in core.pools.items()}
+    host = {name: core.staging.array(name) for name in core.pools}
+    return [
+        str(table)
+        for tables, data in ((core.tables, device), (core.staging.tables, host))
+        for name, table in tables.items()
+        if (data[name][table._free_stack[: table.free]] != POISON).any()
+    ]
 
 
 def tear(core: RuntimeCore) -> None:
@@ -295,11 +317,13 @@ class SimRunner(OracleRunner):
 
 class SimBackend(MemoryBackend):
     """Memory behind a slow bus: it touches lent buffers in two halves, with turns in between.
-    `dawdles` says when it lets `DAWDLE_S` simulated seconds pass there."""
+    `dawdles` says when it lets `DAWDLE_S` simulated seconds pass there, `loses` when it does not
+    find a page."""
 
     def __init__(self) -> None:
         super().__init__(MemoryOptions())
         self.dawdles: Callable[[], bool] = lambda: False
+        self.loses: Callable[[], bool] = lambda: False
         self.held = 0
         """Pages in calls now."""
 
@@ -326,6 +350,9 @@ class SimBackend(MemoryBackend):
         self.held += len(requests)
         for request in requests:
             pause()
+            if self.loses():
+                results.append(PageResult(Outcome.MISSING))
+                continue
             scratch = [bytearray(b.nbytes) for b in request.buffers]
             views = tuple(memoryview(s) for s in scratch)
             results += super().read([ReadRequest(request.object, views)])

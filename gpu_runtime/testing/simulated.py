@@ -33,7 +33,14 @@ from kvstrata.gpu_runtime.core import RuntimeSettings
 from kvstrata.gpu_runtime.local import LocalGPURuntime
 from kvstrata.gpu_runtime.oracle import _sample
 from kvstrata.gpu_runtime.pools import ComponentSpec
-from kvstrata.gpu_runtime.sim import SimBackend, SimDevice, SimRunner, poison, tear
+from kvstrata.gpu_runtime.sim import (
+    SimBackend,
+    SimDevice,
+    SimRunner,
+    poison,
+    tear,
+    written_while_free,
+)
 from kvstrata.gpu_runtime.testing.driver import require
 from kvstrata.gpu_runtime.testing.rig import PATIENT
 from kvstrata.gpu_runtime.transfers import objects_of
@@ -84,7 +91,7 @@ class SimBench:
     """Drawn if empty, as is the weather."""
     weather: str = ""
     """"calm"; "hurried": copies and storage are slow, and deadlines pass; "failing": copies and
-    forward steps raise."""
+    forward steps raise; "lossy": copies are slow, and storage does not find what it has."""
     runtime_id: int | None = None
     """Drawn from the seed if None."""
     rng: random.Random = field(init=False)
@@ -133,6 +140,9 @@ class SimBench:
             self.store_s, self.load_s = rng.uniform(0.02, 0.2), rng.uniform(0.01, 0.1)
             self.backend.dawdles = lambda: rng.random() < 0.05
             slow_rate = 0.2
+        if self.weather == "lossy":
+            self.backend.loses = lambda: rng.random() < 0.3
+            slow_rate = 0.3
         if self.weather == "failing":
             self.runner.fails = lambda: rng.random() < 0.02
             fail_rate = rng.choice([0.05, 0.3])
@@ -161,9 +171,10 @@ class SimBench:
         return [*prompt, *range(900, 900 + self.rng.choice([0, 0, 1, PAGE - 1]))] or [7]
 
     def go_on(self) -> None:
-        """Some turns. Raises AssertionError when nothing went on too often."""
+        """Some turns. Raises when nothing went on too often, or a FREE page was written."""
         if self.turns.run(self.rng.randrange(1, 16)):
             self._still = 0
+            self.check_free()
             return
         self.turns.skip()  # only time can help
         self._still += 1
@@ -198,8 +209,13 @@ class SimBench:
         """At any time: invariants hold, and what a backend still uses counts as lent to it."""
         self.runtime.check_integrity()
         require(not self.runner.mixed, f"KV of two weights in {self.runner.mixed}")
+        self.check_free()
         lent = self.core.staging.lent(self.core.backend_name) * len(self.core.pools)
         require(self.backend.held <= lent, f"{self.backend.held} pages in use, {lent} are lent")
+
+    def check_free(self) -> None:
+        written = written_while_free(self.core)
+        require(not written, f"written while it was FREE: {written}")
 
     def check_rest(self) -> None:
         """When all has ended: nothing is under way, lent or half done."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.errors import ClosedError
+from kvstrata.errors import ClosedError, IntegrityError
 from kvstrata.gpu_runtime import CpuDevice, Stream, Timeline
 from kvstrata.gpu_runtime.testing import Gate
 
@@ -172,3 +173,24 @@ def test_a_callback_may_close_its_own_stream() -> None:
     device.compute.record().on_complete(lambda: closed.append(device.compute.close(WAIT_S)))
     assert device.close(WAIT_S)
     assert closed == [False]
+
+
+def test_a_stream_that_broke_keeps_no_other_waiting() -> None:
+    """Its events never complete: who waits for one hears of it, and close need not time out."""
+    device, gate, ran = CpuDevice(Timeline()), Gate(shut=True), []
+
+    def broken() -> None:
+        gate.pass_through()
+        raise MemoryError("planted")
+
+    device.h2d.enqueue(broken)
+    event = device.h2d.record()
+    device.compute.wait_event(event)
+    device.compute.enqueue(lambda: ran.append("behind"))
+    gate.open()
+    with pytest.raises(IntegrityError, match="planted"):
+        device.join(event)
+    started_s = time.monotonic()
+    assert device.close(WAIT_S)
+    assert time.monotonic() - started_s < WAIT_S / 2
+    assert not ran

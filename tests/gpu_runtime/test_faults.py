@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +14,16 @@ import pytest
 from kvstrata.backends import BackendContext, StorageWorker, WorkerSettings
 from kvstrata.boundary import BatchPlan, Restored, RowPlan, RowStatus, StatusReport
 from kvstrata.errors import ConfigError, IntegrityError, StorageUnavailableError
-from kvstrata.gpu_runtime import ComponentSpec, CpuDevice, LocalGPURuntime, RuntimeSettings
+from kvstrata.gpu_runtime import (
+    ComponentSpec,
+    CpuDevice,
+    Event,
+    LocalGPURuntime,
+    RuntimeSettings,
+    local,
+)
 from kvstrata.gpu_runtime.core import RuntimeCore
-from kvstrata.gpu_runtime.cpu import CpuStream
+from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream
 from kvstrata.gpu_runtime.testing import Driver, FaultyBackend, Gate, GatedRunner, Prompt, Rig
 from kvstrata.handles import StagingMode, Tier, slice_extents
 from kvstrata.staging import StagingSettings
@@ -198,6 +206,29 @@ def test_what_comes_back_after_close_harms_nobody() -> None:
     assert [type(event) for event in runtime.poll(0)] == [StatusReport]
 
 
+def test_a_copy_that_comes_back_after_close_starts_nothing() -> None:
+    """A D2H hangs, the runtime is closed: what close has ended can still be heard, also when the
+    copy has come back, whose pages cannot be stored any more."""
+    runtime, _ = plain_runtime(
+        pages=16, staging=StagingSettings(8 * 4096), mode=StagingMode.BUFFER_ONLY
+    )
+    driver, gate = Driver(runtime), Gate(shut=True)
+    prompt = Prompt.random(16, 4, seed=0)
+    batch, _ = driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=16),)))
+    pages = driver.wait_batch(batch).rows[0].extents
+    runtime.core.device.d2h.enqueue(gate.pass_through)
+    gate.wait_for_one()
+    driver.apply(driver.backup(prompt.keys(), pages, Tier.L3))
+    runtime.close(0.1)
+    gate.open()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvstrata-"):
+            thread.join(20.0)
+    driver.poll()
+    assert not driver.open
+    assert runtime.core.fault is None
+
+
 def test_nothing_is_started_while_it_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy ends when its stream takes no more work: the next part must not be copied."""
     runtime, _ = plain_runtime(
@@ -275,6 +306,57 @@ def test_a_device_that_refuses_the_memory(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="was refused"):
         plain_runtime()
     assert traces() == before
+
+
+def test_a_device_that_cannot_prepare_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces()
+
+    def refuse(device: CpuDevice, memory: object) -> None:
+        raise ConfigError("a page is larger than a chunk", remedy="use less")
+
+    monkeypatch.setattr(CpuDevice, "prepare", refuse)
+    with pytest.raises(ConfigError, match="larger than a chunk"):
+        plain_runtime()
+    assert traces() == before
+
+
+def test_a_batch_waits_for_what_the_constructor_has_enqueued() -> None:
+    """ReqToToken and the model's weights are made on a stream that is none of ours."""
+
+    class Fenced(CpuDevice):
+        fenced = CpuEvent()
+
+        def fence(self) -> Event:
+            return self.fenced
+
+    worker = StorageWorker("disk", FaultyBackend(), WorkerSettings(), BackendContext("disk"))
+    runner = GatedRunner()
+    runtime = LocalGPURuntime(RuntimeSettings(**SETTINGS), runner, worker, make_device=Fenced)
+    driver, prompt = Driver(runtime), Prompt.random(8, 4, seed=0)
+    batch, _ = driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=8),)))
+    assert not runtime.core.device.compute.record().wait(SOON_S)
+    assert runner.steps == 0
+    Fenced.fenced.complete()
+    assert driver.wait_batch(batch).rows[0].status is RowStatus.OK
+    runtime.close(10.0)
+
+
+def test_what_a_device_does_not_let_go_of_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host and device pages of a runtime that nobody holds any more: a copy may still write."""
+    runtime, _ = plain_runtime()
+    data = weakref.ref(runtime.core.pools["kv"].data)
+    region = weakref.ref(runtime.core.staging.region)
+    monkeypatch.setattr(local, "_STRANDED", [])
+    close = CpuDevice.close
+    monkeypatch.setattr(CpuDevice, "close", lambda *args: close(*args) and False)
+    runtime.close(10.0)
+    del runtime
+    gc.collect()
+    assert data() is not None
+    assert region() is not None
+    monkeypatch.undo()
+    gc.collect()
+    assert data() is None
 
 
 def test_device_work_that_raises_breaks_the_runtime_loudly() -> None:

@@ -26,6 +26,14 @@ def test_no_order_breaks_anything(driver: str, part: int, run_seed: Any) -> None
             raise
 
 
+@pytest.mark.parametrize("driver", ["scheduler", "wild"])
+@pytest.mark.parametrize("mode", ["cache", "buffer_only"])
+def test_storage_that_loses_pages(driver: str, mode: str, run_seed: Any) -> None:
+    """One chunk of a load is not there while another is being copied."""
+    for seed in range(15):
+        run_seed(driver, seed, mode, "lossy")
+
+
 @pytest.mark.parametrize("stop", range(0, 60, 3))
 def test_closed_at_any_moment(stop: int, close_after: Any) -> None:
     """B055, B079, B085: what is under way ends or is left behind; every action and every batch

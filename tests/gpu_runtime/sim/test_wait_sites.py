@@ -40,6 +40,9 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("transfers", "settle_l1", "release_l1"): (
         "device pages of a load are free while one of its chunks is copied"
     ),
+    ("compute", "Compute.__init__", "wait_event"): (
+        "what the constructor enqueued on a stream that is none of ours: only a GPU has one"
+    ),
     ("copy_queue", "CopyQueue._pump", "on_complete"): (
         "who comes first, not what waits for what: without it an urgent copy is late"
     ),

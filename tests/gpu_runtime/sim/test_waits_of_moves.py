@@ -17,7 +17,7 @@ NOT_HELD = (
     (BackupToL3, "__init__", "self._table(name).begin_backup(pages)", "pass"),
     (BackupToL3, "_end_source", "self._table(name).end_backup(p)", "pass"),
 )
-LEND = "        self.core.staging.end_lend(self.core.backend_name, chunk.count)\n"
+LEND = "        self.core.staging.end_lend(self.lender, chunk.count)\n"
 D2H = "    self.copies.d2h(part, slots, copied)"
 D2H_TO_L2 = "    self.copies.d2h(self.source, slots, copied)"
 H2D = "self.copies.h2d(source, target, lambda e: copied(0 if e else n, e or cause))"
@@ -214,7 +214,7 @@ WAITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     ),
     "device pages of a load are free while one of its chunks is copied": (
         "buffer_only",
-        "hurried",
+        "lossy",
         (
             (
                 PrefetchToL1,

@@ -1,0 +1,166 @@
+"""The threads of `CudaStream` when something breaks, and registered memory, without a GPU: a GPU
+that has done everything at once stands in for it. What a real one orders is in `test_cuda.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstrata.errors import ConfigError, IntegrityError
+from kvstrata.gpu_runtime import Timeline, cuda
+from kvstrata.gpu_runtime.testing import Gate
+
+LONG_S = 20.0
+"""Longer than any of these tests may take: who waits for a deadline of this is seen."""
+
+
+class InstantEvent:
+    def __init__(self, **kind: bool) -> None:
+        del kind
+        self.synchronize: Callable[[], None] = lambda: None
+
+    def record(self, stream: object = None) -> None:
+        del stream
+
+    def elapsed_time(self, other: object) -> float:
+        del other
+        return 0.0
+
+
+class Registry:
+    """`cudaHostRegister` and its undoing; refuses the addresses in `refuses`."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.refuses: set[int] = set()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        del flags
+        if address in self.refuses:
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]:
+    stream = SimpleNamespace(wait_event=lambda event: None)
+
+    def fail(*args: Any, **more: Any) -> None:
+        raise RuntimeError("the error of the call before")
+
+    gpu = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, cudart=lambda: registry,
+        Event=InstantEvent, Stream=lambda device: stream, current_stream=lambda device: stream,
+        device=lambda device: nullcontext(), stream=lambda stream: nullcontext(),
+    )  # fmt: skip
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=gpu, device=torch.device, zeros=fail))
+    copies = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(cuda, "CudaCopies", lambda *args, **more: copies)
+    device = cuda.CudaDevice(Timeline())
+    yield device
+    device.close(LONG_S)
+
+
+def close_at_once(device: Any) -> bool:
+    started_s = time.monotonic()
+    ended = device.close(LONG_S)
+    assert time.monotonic() - started_s < LONG_S / 2, "it waited for what does not come"
+    for stream in (device.compute, device.h2d, device.d2h):
+        assert not stream._thread.is_alive()
+        assert not stream._completer.is_alive()
+    return bool(ended)
+
+
+def broken() -> None:
+    raise MemoryError("planted")
+
+
+def test_order_and_completions(device: Any, registry: Registry) -> None:
+    device.pin(4096, [100, 50])
+    heard: list[str] = []
+    gate = Gate(shut=True)
+    device.h2d.enqueue(gate.pass_through)
+    event = device.h2d.record()
+    device.compute.wait_event(event)
+    behind = device.compute.record()
+    for each, name in ((behind, "behind"), (event, "event")):
+        each.on_complete(lambda name=name: heard.append(name))
+    gate.open()
+    assert behind.wait(LONG_S)
+    assert heard == ["event", "behind"]
+    assert registry.registered == {4096: 100, 4196: 50}
+    assert close_at_once(device)
+    assert not registry.registered
+
+
+def test_a_callback_that_raises_breaks_the_device(device: Any) -> None:
+    """Else its thread would end unseen, and nothing of its stream would complete any more."""
+    gate = Gate(shut=True)
+    device.d2h.enqueue(gate.pass_through)
+    device.d2h.record().on_complete(broken)
+    behind = device.d2h.record()
+    gate.open()
+    with pytest.raises(IntegrityError, match="planted"):
+        device.await_unless_broken(behind.wait)
+    close_at_once(device)
+
+
+def test_nobody_waits_for_a_stream_that_broke(device: Any, registry: Registry) -> None:
+    """Its events are never recorded. What is registered stays: something may still copy."""
+    device.pin(4096, [100])
+    gate = Gate(shut=True)
+    device.h2d.enqueue(gate.pass_through)
+    device.h2d.enqueue(broken)
+    event = device.h2d.record()
+    device.compute.wait_event(event)
+    device.compute.enqueue(lambda: pytest.fail("it ran without what it waits for"))
+    gate.open()
+    with pytest.raises(IntegrityError, match="planted"):
+        device.join(event)
+    assert not close_at_once(device)
+    assert registry.registered == {4096: 100}
+
+
+def test_an_error_of_one_stream_keeps_no_others_completions_waiting(device: Any) -> None:
+    gate = Gate(shut=True)
+    device.h2d.enqueue(gate.pass_through)
+    event = device.h2d.new_event()
+    event.cuda.synchronize = broken_by_the_gpu
+    device.h2d.record(event)
+    device.compute.wait_event(event)
+    behind = device.compute.record()
+    gate.open()
+    with pytest.raises(IntegrityError, match="illegal"):
+        device.await_unless_broken(behind.wait)
+    assert not close_at_once(device)
+
+
+def broken_by_the_gpu() -> None:
+    raise RuntimeError("an illegal memory access")
+
+
+def test_memory_that_is_refused_costs_only_itself(device: Any, registry: Registry) -> None:
+    """Copies of what was pinned before go on: it must stay pinned."""
+    device.pin(4096, [100, 50])
+    registry.refuses.add(9100)
+    with pytest.raises(ConfigError, match="100 of 150 bytes, then error 2"):
+        device.pin(9000, [100, 50])
+    assert registry.registered == {4096: 100, 4196: 50}
+    assert close_at_once(device)
+    assert not registry.registered
