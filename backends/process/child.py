@@ -13,7 +13,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvstrata.backends.process.wire import Answer, Channel, Failed, Message, answers, unpack_error
+from kvstrata.backends.process.wire import (
+    ANSWER_TO,
+    Answer,
+    Channel,
+    Failed,
+    Message,
+    answers,
+    unpack_error,
+)
 from kvstrata.errors import StorageUnavailableError
 
 HOST_MODULE = "kvstrata.backends.process.host"
@@ -70,6 +78,7 @@ class Child:
         self.dead = threading.Event()
         self.why = ""
         self.started_at = time.monotonic()
+        self._parent = os.getpid()
         kinds = (data_channels, ASK_CHANNELS, SCAN_CHANNELS, 1)
         pairs = [socket.socketpair() for _ in range(sum(kinds))]
         theirs = [pair[1].fileno() for pair in pairs]
@@ -115,9 +124,18 @@ class Child:
     def exchange(self, channel: Channel, message: Message, fds: Sequence[int] = ()) -> Answer:
         """As `ask`, on a channel that the caller has taken, within `using`."""
         channel.send(message, fds)
-        answer, _ = channel.receive(answers)
+        answer = self.hear(channel)
         if isinstance(answer, Failed):
             raise unpack_error(answer)
+        if not isinstance(answer, ANSWER_TO[type(message)]):
+            raise ValueError(f"{type(answer).__name__} is no answer to {type(message).__name__}")
+        return answer
+
+    def hear(self, channel: Channel) -> Answer:
+        """The next message; descriptors that come with it are not wanted."""
+        answer, fds = channel.receive(answers)
+        for fd in fds:
+            os.close(fd)
         return answer
 
     @contextlib.contextmanager
@@ -128,7 +146,7 @@ class Child:
             yield
         except (EOFError, OSError, ValueError) as error:
             channel.close()
-            self.kill()
+            self.kill(f"it talks nonsense: {error}" if isinstance(error, ValueError) else "")
             self.dead.wait()
             raise StorageUnavailableError(self.why) from error
         except BaseException:  # the child's answer, or the end of a generator
@@ -137,7 +155,10 @@ class Child:
         channels.give(channel)
 
     def kill(self, why: str = "") -> None:
-        """Any thread; at once. `dead` follows. Without `why` it had broken off by itself."""
+        """Any thread; at once. `dead` follows. Without `why` it had broken off by itself. A fork of
+        this process has nothing to say here."""
+        if os.getpid() != self._parent:
+            return
         with contextlib.suppress(OSError):
             self.why = self.why or why
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -151,10 +172,15 @@ class Child:
         return 0
 
     def reap(self) -> None:
-        """Wait for its end, which was seen or asked for. What it started itself ends too."""
+        """Wait for its end, which was seen or asked for. What it started itself, and left in its
+        group, ends too: it has mapped the same memory."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
+        pause_s = 0.001
+        while _has_others(self.pid):  # none, nearly always; the name is taken until `wait`
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
         code = self._process.wait()
         if not self.why or code != -signal.SIGKILL:
             self.why = f"its process ended {_how(code)}"
@@ -163,6 +189,17 @@ class Child:
             channels.cut()
         self.events.close()
         os.close(self.pidfd)
+
+
+def _has_others(group: int) -> bool:
+    """Whether processes of the group run, but for the one that gave it its name."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != group:
+            with contextlib.suppress(OSError, ValueError):
+                state, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(found) == group and state not in "ZX":
+                    return True
+    return False
 
 
 def _how(code: int) -> str:

@@ -31,6 +31,7 @@ from kvstrata.backends.base import (
     ReadRequest,
     StorageBackend,
     StoredObject,
+    Usage,
     WriteRequest,
 )
 from kvstrata.backends.process import wire
@@ -119,15 +120,16 @@ class Host:
                     scan, answer = iter(()), wire.Done()
                 else:
                     answer = self._answer(request, fds)
+                body = wire.encode(answer)  # a plugin may have returned what cannot be sent
             except BaseException as error:
                 if not isinstance(error, StorageError):
                     logger.exception("%s failed", type(request).__name__)
-                answer = wire.pack_error(error)
+                body = wire.encode(wire.pack_error(error))
             finally:
                 for fd in fds:
                     os.close(fd)
             with contextlib.suppress(OSError):
-                channel.send(answer)
+                channel.send_encoded(body)
             if isinstance(request, wire.Close):
                 self._closed.set()
                 return
@@ -152,14 +154,17 @@ class Host:
                 ]
                 return wire.pack_results(backend.write(writes))
             case wire.Exists():
-                return wire.Flags(list(backend.exists(wire.unpack_all(request.names))))
+                return wire.Flags([*map(bool, backend.exists(wire.unpack_all(request.names)))])
             case wire.Delete():
-                return wire.Flags(list(backend.delete(wire.unpack_all(request.names))))
+                return wire.Flags([*map(bool, backend.delete(wire.unpack_all(request.names)))])
             case wire.AskUsage():
-                return wire.UsageIs(backend.usage())
+                usage = backend.usage()
+                if not isinstance(usage, Usage):
+                    raise StorageError(f"usage is {usage!r}")
+                return wire.UsageIs(usage)
             case wire.AskHealth():
                 health = backend.health()
-                return wire.HealthIs(health.state, health.message)
+                return wire.HealthIs(health.state, wire.text(health.message))
             case wire.Close():
                 backend.close(request.deadline_s)
                 return wire.Done()

@@ -54,6 +54,7 @@ class Supervisor:
         self._fds: list[int] = []
         self._wake = -1
         self._closing = False
+        self._parent = os.getpid()
         self._close_s = 0.0
         self._close_before = math.inf
         self._thread: threading.Thread | None = None
@@ -79,9 +80,9 @@ class Supervisor:
             raise self._open_error
 
     def close(self, deadline_s: float) -> None:
-        """See `ProcessBackend.close`. Idempotent."""
+        """See `ProcessBackend.close`. Idempotent. A fork of this process closes nothing."""
         with self._lock:
-            if self._closing or self._thread is None:
+            if self._closing or self._thread is None or os.getpid() != self._parent:
                 return
             self._closing = True
             self._close_s = _CLOSE_SHARE * deadline_s
@@ -162,11 +163,15 @@ class Supervisor:
                 raise ClosedError("closed while it was being opened")
             if ready == child.pidfd:
                 raise EOFError
-            answer, _ = channel.receive(wire.answers)
+            channel.socket.settimeout(max(0.1, with_end - time.monotonic()))
+            answer = child.hear(channel)
+            channel.socket.settimeout(None)
         finally:
             child.data.give(channel)
         if isinstance(answer, wire.Failed):
             raise wire.unpack_error(answer)
+        if not isinstance(answer, wire.Done):
+            raise ValueError(f"{type(answer).__name__} is no answer to Open")
 
     def _attend(self, child: Child) -> float:
         """Serve an open process until its end, and reap it. How long it lived, in seconds."""
@@ -187,23 +192,25 @@ class Supervisor:
     def _serve(self, child: Child) -> None:
         """Until the process has ended or was killed."""
         events, limit = child.events.socket.fileno(), parse_size(self.settings.memory_bytes)
+        look = time.monotonic() + _LOOK_S if limit else math.inf
         while not self._closing:
-            look = time.monotonic() + _LOOK_S if limit else math.inf
             ready = _wait_for([child.pidfd, events], [self._wake], look)
             if ready == child.pidfd:
                 return
             if ready == events and not self._hear(child):
                 child.kill()
                 return
-            if ready is None and child.anonymous_bytes() > limit:
-                child.kill(f"it held more than {limit} bytes of memory")
-                return
+            if time.monotonic() >= look:  # also while it tells of evictions all the time
+                look = time.monotonic() + _LOOK_S
+                if child.anonymous_bytes() > limit:
+                    child.kill(f"it held more than {limit} bytes of memory")
+                    return
         self._close_in(child, self._close_before)
 
     def _hear(self, child: Child) -> bool:
         """One message about evictions; False if there was none."""
         try:
-            message, _ = child.events.receive(wire.answers)
+            message = child.hear(child.events)
         except (EOFError, OSError, ValueError):
             return False
         if isinstance(message, wire.Evicted) and self._context.on_evicted is not None:

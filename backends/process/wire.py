@@ -20,6 +20,8 @@ _HEAD = struct.Struct("<IB")
 """Length of the message, number of descriptors that come with it."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_FDS = 8
+MAX_TEXT = 4096
+"""Characters of a message for people."""
 NAME_BYTES = 64
 
 CALL_REGION = -1
@@ -146,7 +148,23 @@ Request = (
 )
 Answer = Done | Flags | Results | UsageIs | HealthIs | Objects | Failed | Evicted
 
-_encoder = msgspec.msgpack.Encoder()
+ANSWER_TO: dict[type[Message], type[Message]] = {
+    Open: Done,
+    Exists: Flags,
+    Delete: Flags,
+    Read: Results,
+    Write: Results,
+    AskUsage: UsageIs,
+    AskHealth: HealthIs,
+    Scan: Objects,
+    ScanMore: Objects,
+    ScanEnd: Done,
+    Close: Done,
+}
+"""Or `Failed`."""
+
+encode = msgspec.msgpack.Encoder().encode
+"""Raises TypeError, ValueError for what no message may hold."""
 requests = msgspec.msgpack.Decoder(Request)
 answers = msgspec.msgpack.Decoder(Answer)
 
@@ -160,7 +178,9 @@ class Channel(msgspec.Struct):
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Raises OSError when the other end is gone."""
-        body = _encoder.encode(message)
+        self.send_encoded(encode(message), fds)
+
+    def send_encoded(self, body: bytes, fds: Sequence[int] = ()) -> None:
         head = _HEAD.pack(len(body), len(fds))
         if fds:
             socket.send_fds(self.socket, [head], list(fds))
@@ -221,8 +241,15 @@ def unpack_all(names: bytes) -> list[ObjectId]:
     return [unpack(names[i : i + NAME_BYTES]) for i in range(0, len(names), NAME_BYTES)]
 
 
+def text(message: str) -> str:
+    """What can be sent of it: the name of a file need not be Unicode, nor short."""
+    if message.isascii():
+        return message[:MAX_TEXT]
+    return message[:MAX_TEXT].encode(errors="backslashreplace").decode()
+
+
 def pack_results(pages: Iterable[PageResult]) -> Results:
-    return Results([(page.outcome, page.nbytes, page.message) for page in pages])
+    return Results([(page.outcome, page.nbytes, text(page.message)) for page in pages])
 
 
 def unpack_results(message: Results) -> list[PageResult]:
@@ -237,10 +264,10 @@ def pack_error(error: BaseException) -> Failed:
     """An error of this package by its name; any other as a `StorageError` that names it."""
     kind = type(error).__name__
     if isinstance(error, errors.UserError):
-        return Failed(kind, error.message, error.remedy, error.where.key or "")
+        return Failed(kind, text(error.message), text(error.remedy), error.where.key or "")
     if isinstance(error, errors.KvstrataError):
-        return Failed(kind, str(error))
-    return Failed("StorageError", f"{kind}: {error}")
+        return Failed(kind, text(str(error)))
+    return Failed("StorageError", text(f"{kind}: {error}"))
 
 
 def unpack_error(message: Failed) -> errors.KvstrataError:
