@@ -32,7 +32,7 @@ from kvstrata.staging.pages import stamps
 
 logger = logging.getLogger(__name__)
 
-MAX_NAP_S = 1.0
+MAX_NAP_S = 0.25
 """A poll that waits looks this often whether a deadline has passed or storage has changed."""
 
 STORE_SHARE = 1 / 16

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstrata.backends import ObjectId
-from kvstrata.boundary import Evicted, PrefetchReady, Restored
+from kvstrata.backends import ObjectId, WorkerSettings
+from kvstrata.boundary import Evicted, PrefetchReady, Restored, TierDegraded, Wake
 from kvstrata.gpu_runtime import LocalGPURuntime
 from kvstrata.gpu_runtime.core import RuntimeCore
 from kvstrata.gpu_runtime.storage_events import MAX_NAMESPACES
@@ -25,6 +26,23 @@ SOON_S = 0.05
 def core_of(rig: Rig) -> RuntimeCore:
     assert isinstance(rig.runtime, LocalGPURuntime)
     return rig.runtime.core
+
+
+# ── what control hears of it ─────────────────────────────────────────────────────────────────────
+
+
+def test_control_hears_within_two_seconds_of_storage_that_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it asks nothing of it, and sleeps in one `poll`."""
+    monkeypatch.setattr("kvstrata.gpu_runtime.testing.rig.PATIENT", WorkerSettings())
+    rig = bench()
+    rig.backend.asks.shut()
+    begin = time.monotonic()
+    events = rig.runtime.poll(20.0, Wake.BATCH)
+    assert [e.health for e in events if isinstance(e, TierDegraded)] == ["degraded"]
+    assert time.monotonic() - begin < 2.0
+    rig.backend.asks.open()
 
 
 # ── storage that is late ─────────────────────────────────────────────────────────────────────────
