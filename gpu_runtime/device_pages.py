@@ -193,6 +193,12 @@ def _pieces(
                 remedy="tokens must follow each other, and fill at least one page",
             )
         pages, step, nbytes = pages // page_tokens, step * page_tokens, nbytes * page_tokens
+    if pages > 1 and step < nbytes:
+        raise ConfigError(
+            f"pages of {nbytes} bytes, {step} bytes apart, overlap",
+            where=where,
+            remedy="adopt the tensor that owns the memory, not an expanded view of it",
+        )
     rows = [tensor]
     for _ in range(page_axis):
         rows = [row for outer in rows for row in outer.unbind(0)]

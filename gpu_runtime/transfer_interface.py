@@ -7,7 +7,9 @@ knowledge, told with `fence` and asked for with `Transfer.join`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.errors import ConfigError, InputError, Where
-from kvstrata.gpu_runtime.base import Device, Event
+from kvstrata.gpu_runtime.base import LOOK_S, Device, Event
 from kvstrata.gpu_runtime.copy_queue import CopyPriority, CopyQueue, Slice
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.transfers import CopyResult, run_slice, slices_of
@@ -41,16 +43,30 @@ class Transfer:
         return self._result.error
 
     def done(self, group: int = -1) -> bool:
-        """Whether the group, and those before it, have ended. Any thread; never blocks."""
-        return self._events[group].query()
+        """Whether the group, and those before it, have ended. Any thread; never blocks. Raises
+        IntegrityError when the device broke before: it never ends then."""
+        if self._events[group].query():
+            return True
+        self._device.check_fault()
+        return False
 
     def wait(self, timeout_s: float | None = None, group: int = -1) -> bool:
-        """Block the calling thread until it has ended; False when the time ran out."""
-        return self._events[group].wait(timeout_s)
+        """Block the calling thread until it has ended; False when the time ran out. Raises as
+        `done` does."""
+        event, end_s = self._events[group], time.monotonic() + (timeout_s or 0.0)
+        if timeout_s is None:
+            self._device.await_unless_broken(event.wait)
+            return True
+        while not event.wait(max(0.0, min(LOOK_S, end_s - time.monotonic()))):
+            self._device.check_fault()
+            if time.monotonic() >= end_s:
+                return False
+        return True
 
     def join(self, group: int = -1) -> None:
         """Let the engine's stream (torch's current one) wait for the group, not the host; the host
-        waits only until the copy is enqueued. What runs there next finds the bytes."""
+        waits only until the copy is enqueued. What runs there next finds the bytes. Raises
+        IntegrityError when the device broke before."""
         self._device.join(self._events[group])
 
     def on_complete(self, callback: Callable[[], None]) -> None:
@@ -62,61 +78,71 @@ class TransferInterface(Protocol):
     """What an engine's integration calls. One thread at a time; no call waits for a copy.
 
     Pages and host pages of a transfer belong to it until it is done: the engine neither writes nor
-    reads nor frees them (of a `copy_out`, reading is allowed).
+    reads nor frees them (of a `copy_out`, reading is allowed). The arrays that name them are the
+    engine's again when the call returns. All but `close` raise IntegrityError when the device is
+    broken, and ClosedError after `close`.
     """
 
     def pin(self, pool: str, host: npt.NDArray[np.uint8], chunk_pages: int | None = None) -> None:
-        """Register host pages of `pool`, uint8 [pages, stride], in chunks of `chunk_pages`; before
-        the first copy. The memory stays until `close`. Raises ConfigError."""
+        """Register host pages of `pool`, uint8 [pages, stride], in chunks of `chunk_pages`; once a
+        pool, before the first copy. The memory stays until `close`. Raises ConfigError; pools that
+        were pinned before stay so."""
         ...
 
     def fence(self) -> None:
-        """Copies that are started from now on wait for what the engine has enqueued until now on
-        torch's current stream: call it behind the kernels that wrote the pages (or read them)."""
+        """Copies that are started from now on (and what still waits for its turn of those before)
+        wait for what the engine has enqueued until now on torch's current stream: call it behind
+        the kernels that wrote the pages (or read them)."""
         ...
 
     def copy_out(self, pages: PageNumbers, slots: PageNumbers) -> Transfer:
-        """Device pages into host pages. Raises InputError for pages that are not there."""
+        """Device pages into host pages. Raises InputError for pages that are not there, and for a
+        host page that is named twice."""
         ...
 
     def copy_in(self, pages: PageNumbers, slots: PageNumbers, *, groups: int = 1) -> Transfer:
         """Host pages into device pages; with `groups` the layers come in so many groups, the first
-        layers first, so that a model may begin before the last are there."""
+        layers first, so that a model may begin before the last are there. InputError as above."""
         ...
 
     def close(self, deadline_s: float) -> bool:
-        """End what is under way; False when something was still running (its memory stays)."""
+        """End what is under way; False when something may still run (all memory stays then, the
+        engine's as well)."""
         ...
 
 
+_STRANDED: list[object] = []
+"""Pools, with their host pages, that a device did not let go of: they stay for good."""
+
+START_FAILED_CLOSE_S = 5.0
+
+
 class AdoptedPools:
-    """`TransferInterface` over pools that `adopt` made, and a device that it takes over."""
+    """`TransferInterface` over pools that `adopt` made, and a device that it takes over: also when
+    the constructor raises (ConfigError), the device is closed."""
 
     def __init__(self, pools: Mapping[str, DevicePages], device: Device) -> None:
-        if not pools:
-            raise ConfigError("no pools", remedy="adopt one at least", where=Where(key="pools"))
         self._pools, self._device = dict(pools), device
         self._host: dict[str, npt.NDArray[np.uint8]] = {}
         self._out, self._in = CopyQueue(device.d2h), CopyQueue(device.h2d)
-        for pool in self._pools.values():
-            device.prepare(pool)
+        with ExitStack() as undo:
+            undo.callback(device.close, START_FAILED_CLOSE_S)
+            self._check_pools()
+            for pool in self._pools.values():
+                device.prepare(pool)
+            undo.pop_all()
 
     def pin(self, pool: str, host: npt.NDArray[np.uint8], chunk_pages: int | None = None) -> None:
-        memory = self._pools[pool]
-        if host.ndim != 2 or host.shape[1] < memory.page_bytes or not host.flags.c_contiguous:
-            raise ConfigError(
-                f"host pages of {pool!r} must be contiguous uint8 [pages, stride], stride at least "
-                f"{memory.page_bytes}, not {host.shape}",
-                remedy="allocate them with a stride of a page's bytes, rounded up to 4096",
-                where=Where(key=pool),
-            )
-        most = chunk_pages or len(host)
+        self._device.check_fault()
+        self._check_pin(pool, host, chunk_pages)
+        memory, most = self._pools[pool], chunk_pages or len(host)
         chunks = [min(most, len(host) - at) * host.shape[1] for at in range(0, len(host), most)]
         self._device.pin(host.ctypes.data, chunks)
         memory.host_chunk_pages = most
         self._host[pool] = host
 
     def fence(self) -> None:
+        self._device.check_fault()
         event = self._device.fence()
         self._device.d2h.wait_event(event)
         self._device.h2d.wait_event(event)
@@ -130,19 +156,23 @@ class AdoptedPools:
     def close(self, deadline_s: float) -> bool:
         self._out.flush()
         self._in.flush()
-        return self._device.close(deadline_s)
+        ended = self._device.close(deadline_s)
+        if not ended:
+            _STRANDED.append((self._pools, self._host))
+        return ended
 
     def _copy(
         self, pages: PageNumbers, slots: PageNumbers, priority: CopyPriority, groups: int
     ) -> Transfer:
-        self._check(pages, slots, groups)
         device, result = self._device, CopyResult()
+        device.check_fault()
         out = priority is CopyPriority.WRITE_BACK
         move = device.copy_out if out else device.copy_in
+        numbers = {name: self._numbers(name, pages, slots, groups, out=out) for name in self._pools}
         queued: list[list[Slice]] = []
         for group in range(groups):
             copies = [
-                PageCopy(memory, pages[name], self._host[name], slots[name], part)
+                PageCopy(memory, numbers[name][0], self._host[name], numbers[name][1], part)
                 for name, memory in self._pools.items()
                 for part in (_part(memory.layout.pieces, group, groups),)
             ]
@@ -155,29 +185,83 @@ class AdoptedPools:
             )
         return Transfer(device, result, (self._out if out else self._in).add(queued, priority))
 
-    def _check(self, pages: PageNumbers, slots: PageNumbers, groups: int) -> None:
+    # ── what is given ────────────────────────────────────────────────────────────────────────────
+
+    def _check_pools(self) -> None:
+        if not self._pools:
+            raise ConfigError("no pools", remedy="adopt one at least", where=Where(key="pools"))
         for name, memory in self._pools.items():
-            if name not in pages or name not in slots or name not in self._host:
-                raise InputError(
-                    f"no pages, host pages or pinned memory of pool {name!r}",
-                    remedy="pin each pool once, and name pages of every pool in each copy",
+            if memory.device != self._device.torch_device:
+                raise ConfigError(
+                    f"pool {name!r} is on {memory.device}, not on {self._device.torch_device}",
+                    remedy="give each device its own pools",
                     where=Where(key=name),
                 )
-            most, host = memory.layout.pages, len(self._host[name])
-            for what, numbers, limit in (("page", pages[name], most), ("slot", slots[name], host)):
-                if not len(numbers) or numbers.min() < 0 or numbers.max() >= limit:
-                    raise InputError(
-                        f"{what} numbers of {name!r} are not all between 0 and {limit - 1}",
-                        remedy="name pages that the pool has, and one at least",
-                        where=Where(key=name),
-                    )
-            if len(pages[name]) != len(slots[name]) or not 1 <= groups <= memory.layout.pieces:
-                raise InputError(
-                    f"{len(pages[name])} pages, {len(slots[name])} host pages, {groups} groups of "
-                    f"{memory.layout.pieces} pieces",
-                    remedy="as many host pages as pages, and at most as many groups as pieces",
-                    where=Where(key=name),
-                )
+
+    def _check_pin(self, pool: str, host: npt.NDArray[np.uint8], chunk_pages: int | None) -> None:
+        if pool not in self._pools or pool in self._host:
+            raise ConfigError(
+                f"pool {pool!r} is " + ("pinned" if pool in self._host else "not there"),
+                remedy=f"pin each of {sorted(self._pools)} once",
+                where=Where(key=pool),
+            )
+        least = self._pools[pool].page_bytes
+        shaped = host.dtype == np.uint8 and host.ndim == 2 and 0 not in host.shape
+        writable = host.flags.c_contiguous and host.flags.writeable
+        if not (shaped and writable) or host.shape[1] < least:
+            raise ConfigError(
+                f"host pages of {pool!r} must be contiguous and writable uint8 [pages, stride], "
+                f"stride at least {least}, not {host.dtype} {host.shape}",
+                remedy="allocate them with a stride of a page's bytes, rounded up to 4096",
+                where=Where(key=pool),
+            )
+        if chunk_pages is not None and chunk_pages < 1:
+            raise ConfigError(
+                f"chunks of {chunk_pages} pages",
+                remedy="register at least one page at a time",
+                where=Where(key=pool),
+            )
+
+    def _numbers(
+        self, name: str, pages: PageNumbers, slots: PageNumbers, groups: int, *, out: bool
+    ) -> tuple[Pages, Pages]:
+        """Copies of the numbers of one pool, int64: the engine may write into its own at once."""
+        memory = self._pools[name]
+        if name not in pages or name not in slots or name not in self._host:
+            raise InputError(
+                f"no pages, host pages or pinned memory of pool {name!r}",
+                remedy="pin each pool once, and name pages of every pool in each copy",
+                where=Where(key=name),
+            )
+        device = _checked(f"page numbers of {name!r}", pages[name], memory.layout.pages, not out)
+        host = _checked(f"slot numbers of {name!r}", slots[name], len(self._host[name]), out)
+        if len(device) != len(host) or not 1 <= groups <= memory.layout.pieces:
+            raise InputError(
+                f"{len(device)} pages, {len(host)} host pages, {groups} groups of "
+                f"{memory.layout.pieces} pieces",
+                remedy="as many host pages as pages, and at most as many groups as pieces",
+                where=Where(key=name),
+            )
+        return device, host
+
+
+def _checked(what: str, given: Pages, limit: int, are_written: bool) -> Pages:
+    """`given` as int64 of our own: of fewer bits, an address that is made of them overflows."""
+    numbers = np.asarray(given)
+    good = numbers.ndim == 1 and len(numbers) > 0 and numbers.dtype.kind in "iu"
+    if not good or numbers.min() < 0 or numbers.max() >= limit:
+        raise InputError(
+            f"{what} are not integers, all between 0 and {limit - 1}",
+            remedy="name pages that the pool has, and one at least",
+            where=Where(key="pages"),
+        )
+    if are_written and len(np.unique(numbers)) != len(numbers):
+        raise InputError(
+            f"{what} name one that is written twice",
+            remedy="name each page that a copy writes once",
+            where=Where(key="pages"),
+        )
+    return np.array(numbers, np.int64)
 
 
 def _part(pieces: int, group: int, groups: int) -> slice:

@@ -11,7 +11,8 @@ import torch
 
 from kvstrata.errors import ConfigError, InputError
 from kvstrata.gpu_runtime import AdoptedPools, CpuDevice, DevicePages, Timeline, Transfer, adopt
-from kvstrata.gpu_runtime.device_pages import host_runs
+from kvstrata.gpu_runtime.device_pages import PageCopy, host_runs
+from kvstrata.gpu_runtime.testing import Gate
 
 PAGES, SLOTS = 12, 10
 
@@ -117,16 +118,31 @@ def test_every_layout_there_and_back(pools: Any, name: str, groups: int) -> None
 
 
 def test_groups_bring_the_first_layers_first(pools: Any) -> None:
+    """Two groups have ended, and have their bytes, while the third has not begun."""
     memory = adopt(layers(PAGES, 4, 8), page_axis=0)
-    transfers, host = pools(kv=memory), host_for(memory)
+    transfers, host, gate = pools(kv=memory), host_for(memory), Gate(shut=True)
     transfers.pin("kv", host)
-    heard: list[int] = []
+    copy_in = transfers._device.copy_in
+
+    def gated(copy: PageCopy) -> None:
+        if copy.pieces.start == 2:
+            gate.pass_through()
+        copy_in(copy)
+
+    transfers._device.copy_in = gated
+    before = memory._views[2].clone()
     copy = transfers.copy_in({"kv": np.arange(3)}, {"kv": np.arange(3)}, groups=3)
-    for group in range(3):
-        assert copy.wait(10.0, group)
-        heard.append(group)
-    called = []
+    gate.wait_for_one()
+    assert copy.wait(10.0, 1)
+    copy.join(1)
+    called: list[int] = []
     copy.on_complete(lambda: called.append(1))
+    assert all(view[:3].view(torch.uint8).eq(0xA5).all() for view in memory._views[:2])
+    assert (memory._views[2] == before).all()
+    assert not copy.done()
+    assert not called
+    gate.open()
+    assert copy.wait(10.0)
     assert called == [1]
     assert memory._views[2][:3].view(torch.uint8).eq(0xA5).all()
 
