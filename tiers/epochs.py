@@ -31,7 +31,8 @@ class Epochs:
         self, epoch: int, names: Iterable[bytes], rename: Callable[[bytes], bytes]
     ) -> dict[bytes, bytes]:
         """What was used is over; what `names` are called now. Raises InputError, with nothing
-        changed, when the epoch does not grow, or a name of the new one was used before."""
+        changed, when the epoch does not grow, a name of the new one was used before, or two
+        names become one."""
         if epoch < 0 or (self.current is not None and epoch <= self.current):
             raise InputError(
                 f"epoch {epoch} does not follow {self.current}",
@@ -43,6 +44,12 @@ class Epochs:
             raise InputError(
                 "a namespace of the new epoch was used before",
                 remedy="make its fingerprint with the new epoch in it",
+                where=Where(key="namespace"),
+            )
+        if len(set(renamed.values())) < len(renamed):
+            raise InputError(
+                "two namespaces of the old epoch would become one",
+                remedy="make each fingerprint from all that made the old one, and the epoch",
                 where=Where(key="namespace"),
             )
         self.current = epoch

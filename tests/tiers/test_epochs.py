@@ -10,6 +10,7 @@ import pytest
 from kvstrata.errors import InputError
 from kvstrata.handles import Tier
 from kvstrata.tiers import RequestState
+from kvstrata.tiers.epochs import Epochs
 
 PAGE = 4
 BOTH = pytest.mark.parametrize("mode", ["cache", "buffer_only"])
@@ -125,6 +126,19 @@ def test_an_older_namespace_is_refused(make_small: Any) -> None:
     small.namespace = now
     assert small.ask(pages(1, 2)).state is RequestState.FINISHED
     small.check_no_leak()
+
+
+def test_two_namespaces_never_become_one() -> None:
+    """Of other salts, say: pages of one would be hits of the other. Nothing has changed then."""
+    epochs, names = Epochs(), [b"a" * 32, b"b" * 32]
+    for name in names:
+        epochs.use(name)
+    with pytest.raises(InputError, match="two namespaces"):
+        epochs.begin(1, names, lambda _: b"c" * 32)
+    assert epochs.current is None
+    epochs.use(names[0])
+    renamed = epochs.begin(1, [*names, names[0]], lambda old: old[:1] * 31 + b"1")
+    assert renamed.keys() == set(names)
 
 
 def test_requests_fail_while_the_weights_are_unknown(make_small: Any) -> None:
