@@ -16,6 +16,8 @@ from kvstrata.errors import ConfigError, Where
 
 MAX_FILE_BYTES = 1 << 20
 """A configuration is a page of text; more than this is another kind of file."""
+MOST_NAMES = 12
+"""That are offered in place of a file which is not there."""
 
 Table = dict[str, Any]
 _PARSER_LINE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
@@ -83,12 +85,13 @@ def _read_text(path: Path) -> str:
 def _others(path: Path) -> str:
     """What to use instead of a file that is missing."""
     try:
-        names = sorted(p.name for p in path.parent.glob("*.toml"))[:8]
+        names = sorted(p.name for p in path.parent.glob("*.toml"))
     except OSError:
         names = []
     if not names:
         return "check the path; relative paths are relative to the working directory"
-    return f"{path.parent}/ holds {', '.join(names)}"
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{path.parent}/ holds {', '.join(names[:MOST_NAMES])}{more}"
 
 
 def _parse(path: Path, text: str) -> Table:

@@ -65,14 +65,17 @@ def show(name: Name) -> None:
     plugin = load_plugin(name)
     console = Console()
     console.print(Text(f"{name}: {plugin.__module__}.{plugin.__qualname__}"))
-    if (about := inspect.getdoc(plugin)) is not None:
-        console.print(Text(about))
+    if plugin.__doc__:  # its own: what it inherits is the contract
+        paragraphs = inspect.cleandoc(plugin.__doc__).split("\n\n")
+        console.print(Text("\n\n".join(" ".join(p.split()) for p in paragraphs)))
     fields = msgspec.structs.fields(plugin.Options)
     if not fields:
         console.print("It has no options.")
         return
     docs = _field_docs(plugin.Options)
-    table = Table("option", "type", "default", "what it is")
+    table = Table()
+    for title in ("option", "type", "default", "what it is"):
+        table.add_column(title, overflow="fold")
     for field in fields:
         table.add_row(
             Text(field.encode_name),
@@ -116,8 +119,12 @@ def _type_text(kind: Any) -> str:
         return " ".join([_type_text(kind.__origin__), *bounds])
     if isinstance(kind, type) and get_origin(kind) is None:
         return "none" if kind is type(None) else kind.__name__
-    args = " | ".join(_type_text(a) if isinstance(a, type) else str(a) for a in get_args(kind))
-    return args or str(kind)
+    args = [_type_text(a) if isinstance(a, type) else str(a) for a in get_args(kind)]
+    if get_origin(kind) is dict:
+        return f"table of {args[1]}"
+    if get_origin(kind) in (tuple, list):
+        return f"list of {args[0]}"
+    return " | ".join(args) or str(kind)
 
 
 def _default_text(field: msgspec.structs.FieldInfo) -> str:

@@ -34,6 +34,9 @@ from kvstrata.tools.stores import backend_config, namespace_names, open_store, w
 from kvstrata.units import format_size
 
 BAR_WIDTH = 10
+NARROW_BAR_WIDTH = 6
+WIDE_COLUMNS = 100
+"""Of a terminal on which the wide bars of three columns fit."""
 
 
 def inspect(
@@ -135,18 +138,24 @@ def _print_store(report: InspectReport, console: Console) -> None:
     for shape in report.namespaces:
         console.print(_shape_table(shape))
         table = Table("last used", "depth", "children of a page")
-        table.add_row(_bars(shape.ages), _bars(shape.depths), _bars(shape.children))
+        width = BAR_WIDTH if console.width >= WIDE_COLUMNS else NARROW_BAR_WIDTH
+        table.add_row(*(_bars(b, width) for b in (shape.ages, shape.depths, shape.children)))
         console.print(table)
 
 
 def _shape_table(shape: NamespaceShape) -> Table:
     title = f"{shape.name or 'not of this configuration'}"
     table = Table("", "", title=title, show_header=False)
+    table.columns[1].overflow = "fold"
     sizes = ", ".join(format_size(size) for size in shape.page_bytes)
     table.add_row("namespace", shape.namespace)
     table.add_row("pages", f"{shape.pages:,} of {sizes or 'unknown size'}")
     table.add_row("frames", f"{format_size(shape.bytes)}, taking {format_size(shape.cost_bytes)}")
-    table.add_row("last used", f"{_age(shape.newest_use_s)} to {_age(shape.oldest_use_s)} ago")
+    if shape.newest_use_s is not None and shape.oldest_use_s is not None:
+        used = f"{_age(shape.newest_use_s)} to {_age(shape.oldest_use_s)} ago"
+    else:
+        used = "the backend does not know"
+    table.add_row("last used", used)
     table.add_row("first pages", f"{shape.chains:,}")
     table.add_row("last pages", f"{shape.leaves:,}")
     table.add_row("branching", f"{shape.branching:,} pages with more than one child")
@@ -157,12 +166,12 @@ def _shape_table(shape: NamespaceShape) -> Table:
     return table
 
 
-def _bars(buckets: list[Bucket]) -> str:
+def _bars(buckets: list[Bucket], width: int) -> str:
     most = max((bucket.pages for bucket in buckets), default=1)
     label = max((len(bucket.label) for bucket in buckets), default=0)
     digits = max((len(f"{bucket.pages:,}") for bucket in buckets), default=0)
     return "\n".join(
-        f"{b.label:>{label}} {b.pages:>{digits},} {'█' * -(-b.pages * BAR_WIDTH // most)}"
+        f"{b.label:>{label}} {b.pages:>{digits},} {'█' * -(-b.pages * width // most)}"
         for b in buckets
     )
 

@@ -48,9 +48,9 @@ class NamespaceShape(msgspec.Struct, frozen=True, kw_only=True):
     """In the unit of the backend (blocks of a disk)."""
     page_bytes: list[int]
     """The payload sizes that occur."""
-    newest_use_s: float
-    """Seconds since a page was used."""
-    oldest_use_s: float
+    newest_use_s: float | None
+    """Seconds since a page was used; None: the backend does not know."""
+    oldest_use_s: float | None
     chains: int
     """First pages (depth 0)."""
     leaves: int
@@ -96,7 +96,8 @@ def inspect_store(
 
 def _shape(catalog: Catalog, ns: bytes, name: str, now: float) -> NamespaceShape:
     ((pages, nbytes, cost, newest, oldest, chains, longest, orphans, faulty),) = catalog.rows(
-        "SELECT count(*), sum(nbytes), sum(cost), ? - max(used), ? - min(used), sum(depth=0), "
+        "SELECT count(*), sum(nbytes), sum(cost), ? - max(nullif(used, 0)), "
+        "? - min(nullif(used, 0)), sum(depth=0), "
         "max(depth) + 1, sum(parent IS NOT NULL AND parent_id IS NULL), sum(fault IS NOT NULL) "
         "FROM pages WHERE ns=?",
         (now, now, ns),
@@ -122,8 +123,8 @@ def _shape(catalog: Catalog, ns: bytes, name: str, now: float) -> NamespaceShape
         bytes=nbytes,
         cost_bytes=cost,
         page_bytes=[size for (size,) in sizes],
-        newest_use_s=round(max(newest, 0.0), 1),
-        oldest_use_s=round(max(oldest, 0.0), 1),
+        newest_use_s=None if newest is None else round(max(newest, 0.0), 1),
+        oldest_use_s=None if oldest is None else round(max(oldest, 0.0), 1),
         chains=chains,
         leaves=by_children.get("0", 0),
         branching=sum(count for label, count in by_children.items() if label not in ("0", "1")),
@@ -143,8 +144,10 @@ def _ages(catalog: Catalog, ns: bytes, now: float) -> list[Bucket]:
         count = catalog.number(query, (ns, now - seconds))
         buckets.append(Bucket(f"last {label}", count - before))
         before = count
-    older = catalog.number("SELECT count(*) FROM pages WHERE ns=?", (ns,)) - before
-    return [bucket for bucket in [*buckets, Bucket("older", older)] if bucket.pages]
+    known = catalog.number("SELECT count(*) FROM pages WHERE ns=? AND used!=0", (ns,))
+    unknown = catalog.number("SELECT count(*) FROM pages WHERE ns=? AND used=0", (ns,))
+    buckets += [Bucket("older", known - before), Bucket("not known", unknown)]
+    return [bucket for bucket in buckets if bucket.pages]
 
 
 def _depths(catalog: Catalog, ns: bytes) -> list[Bucket]:

@@ -142,10 +142,11 @@ def test_backends_show(run: Run, plugin_dir: Path) -> None:
 
 
 def test_backends_show_every_shipped_plugin(run: Run) -> None:
-    for name, option in (("memory", "max_bytes"), ("filesystem", "path")):
+    for name, option in (("memory", "max_bytes"), ("filesystem", "path"), ("mooncake", "list of")):
         done = run("backends", "show", name)
         assert done.returncode == 0, done.stderr
         assert option in done.stdout
+        assert "Ellipsis" not in done.stdout
 
 
 def test_conformance_passes(run: Run) -> None:

@@ -66,14 +66,16 @@ def test_shape(two: Any, inspect: Inspect, make_tree: Any) -> None:
     assert foreign["faulty"] == 1
 
 
-def test_ages(two: Any, inspect: Inspect) -> None:
+@pytest.mark.parametrize(("used_s", "label"), [(1e9, "older"), (0.0, "not known")])
+def test_ages(two: Any, inspect: Inspect, used_s: float, label: str) -> None:
     tree = two.fill("a", chains=1, longest=4)
     for path in (two.root("a") / "objects").glob("*/*/*"):
-        os.utime(path, (1e9, 1e9))
+        os.utime(path, (used_s, used_s))
     for path in two.root("a").glob("index-*"):
         path.unlink()
     (shape,) = inspect("a")["namespaces"]
-    assert shape["ages"] == [{"label": "older", "pages": len(tree.requests)}]
+    assert shape["ages"] == [{"label": label, "pages": len(tree.requests)}]
+    assert (shape["oldest_use_s"] is None) == (used_s == 0)
 
 
 def test_an_empty_store(two: Any, inspect: Inspect, capsys: pytest.CaptureFixture[str]) -> None:
