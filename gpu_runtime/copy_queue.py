@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Event, Stream
 
 DEPTH = 4
@@ -82,6 +83,17 @@ class CopyQueue:
         """Copies that are not wholly enqueued."""
         with self._lock:
             return len(self._waiting)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when an invariant is broken."""
+        with self._lock:
+            could_go = self._under_way < DEPTH or not self._open
+            if self._waiting and could_go:
+                raise IntegrityError(f"{len(self._waiting)} copies wait with room on the device")
+            if self._under_way < 0 or (self._open and self._under_way > DEPTH):
+                raise IntegrityError(f"{self._under_way} slices are on the device")
+            if not all(copy.slices for copy in self._waiting):
+                raise IntegrityError("a copy waits that is wholly enqueued")
 
     def _pump(self) -> None:
         if self._pumping:

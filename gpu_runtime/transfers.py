@@ -63,6 +63,10 @@ class Copies:
         self._out.flush()
         self._in.flush()
 
+    def check_integrity(self) -> None:
+        self._out.check_integrity()
+        self._in.check_integrity()
+
     def _copy(
         self,
         device_pages: PageSet,

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, CpuDevice, Timeline
 from kvstrata.gpu_runtime.copy_queue import DEPTH, CopyPriority, CopyQueue, Slice
 from kvstrata.gpu_runtime.device_pages import PageCopy
@@ -48,6 +49,7 @@ def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(device: CpuDevice) ->
     (next_one,) = queue.add([ran.slices("q", 1)], CopyPriority.PREFETCH)
     (urgent,) = queue.add([ran.slices("r", 2)], CopyPriority.RESTORE)
     assert queue.queued == 3
+    queue.check_integrity()
     ran.gate.set()
     for event in (slow, next_one, urgent):
         assert event.wait(10.0)
@@ -78,6 +80,23 @@ def test_groups_complete_one_after_the_other(device: CpuDevice) -> None:
     assert events[-1].wait(10.0)
     assert [name for name, _ in heard] == ["a", "b", "c"]
     assert all(count >= 3 * i for i, (_, count) in enumerate(heard, 1))
+
+
+def test_what_is_broken_is_noticed(device: CpuDevice) -> None:
+    for attribute, value, text in (
+        ("_under_way", 0, "wait with room"),
+        ("_under_way", -1, "wait with room"),
+        ("_under_way", DEPTH + 1, "on the device"),
+    ):
+        queue, ran = CopyQueue(device.h2d), Ran()
+        queue.add([ran.slices("a", DEPTH + 1)], CopyPriority.PREFETCH)
+        queue.check_integrity()
+        right = getattr(queue, attribute)
+        setattr(queue, attribute, value)
+        with pytest.raises(IntegrityError, match=text):
+            queue.check_integrity()
+        setattr(queue, attribute, right)
+        ran.gate.set()
 
 
 def test_flush_enqueues_all_so_that_streams_can_end(device: CpuDevice) -> None:
