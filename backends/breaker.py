@@ -61,13 +61,14 @@ class Breaker:
         self.why, self._away = why or outcome.value, outcome in RETRYABLE
         limit = self._settings.failures
         if self.state is State.HALF_OPEN or (limit and self.failures >= limit):
-            return self.open(now)
+            return self.open(self.why, now)
         return False
 
-    def open(self, now: float) -> bool:
+    def open(self, why: str, now: float) -> bool:
         """Whether it was not open."""
         if not self._settings.failures:
             return False
+        self.why = self.why or why
         was, self.state = self.state, State.OPEN
         self._opened_at = now
         self.opened += was is State.CLOSED
@@ -128,9 +129,14 @@ class Condition:
         self.probe_failure = f"a probe failed: {why}"
         return self.reads.failed(Operation.LOOKUP, chunk.failure, self.probe_failure, now)
 
-    def note_probe_late(self, now: float) -> bool:
-        """As `note_call`: a probe is not answered."""
-        self.probe_failure = f"a probe is not answered within {self.settings.probe_deadline_s} s"
+    def note_probe_late(self, now: float, *, was_sent: bool) -> bool:
+        """As `note_call`: a probe is not answered. One that found no free thread is no failure of
+        the backend, which may only be slow; whether it hangs, the calls under way will show."""
+        limit_s = self.settings.probe_deadline_s
+        if not was_sent:
+            self.probe_failure = f"all threads are busy for {limit_s} s"
+            return False
+        self.probe_failure = f"a probe is not answered within {limit_s} s"
         return self.reads.failed(Operation.LOOKUP, Outcome.TIMEOUT, self.probe_failure, now)
 
     def next_probe(self) -> float:

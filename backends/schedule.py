@@ -30,6 +30,8 @@ PROBE = ObjectId(bytes(KEY_BYTES), b"kvstrata probe".ljust(KEY_BYTES, b"\0"))
 _LATE = "a call did not return before its deadline"
 _FAIR_S = 1.0
 """A deadline may leave a call next to no time: that it needs so long is no sign of a fault."""
+_FAIR_PACE = 3
+"""Nor so many times what a store takes."""
 _PACE = 0.2
 """Weight of the newest store in the measured pace."""
 
@@ -192,8 +194,7 @@ class Schedule(JobBook):
                 self._end(job, Outcome.TIMEOUT)
                 if job.is_probe:
                     self.condition.probing = False
-                    if self.condition.note_probe_late(now):
-                        self._refuse_waiting(Operation.LOOKUP)
+                    self.condition.note_probe_late(now, was_sent=False)
         while self._delayed and self._delayed[0][0] <= now:
             job = heapq.heappop(self._delayed)[2]
             if job.state is JobState.DELAYED:
@@ -335,9 +336,9 @@ class Schedule(JobBook):
 
     def _note_late(self, job: Job, now: float) -> None:
         """A call runs past its deadline. One that was given little time is not held against the
-        backend before it has run for `_FAIR_S`."""
+        backend before it has run for `_fair_s`."""
         condition, operation = self.condition, job.operation
-        due = max(job.deadline, job.started_at + _FAIR_S)
+        due = max(job.deadline, job.started_at + self._fair_s(job))
         if now < due:
             self._alarm(due, job)
             return
@@ -348,15 +349,24 @@ class Schedule(JobBook):
         if self._kill_after_s < math.inf:
             self._alarm(due + self._kill_after_s, job)
         if job.is_probe:
-            opened = condition.note_probe_late(now)
+            opened = condition.note_probe_late(now, was_sent=True)
         else:
             opened = condition.of(operation).failed(operation, Outcome.TIMEOUT, _LATE, now)
         if opened:
             self._refuse_waiting(operation)
-        if sum(j.blamed for j in self._running) == self._threads and condition.reads.open(now):
+        if sum(j.blamed for j in self._running) == self._threads and condition.reads.open(
+            _LATE, now
+        ):
             self._refuse_waiting(Operation.LOAD)
-        if self._are_writes_stuck() and condition.writes.open(now):
+        if self._are_writes_stuck() and condition.writes.open(_LATE, now):
             self._refuse_waiting(Operation.STORE)
+
+    def _fair_s(self, job: Job) -> float:
+        """What a call may take that its deadline has left no time, on storage that is slow."""
+        if job.operation is not Operation.STORE:
+            return _FAIR_S
+        pages = min(self._max_batch, job.limit - job.next)
+        return max(_FAIR_S, _FAIR_PACE * self._store_page_s * pages)
 
     def _are_writes_stuck(self) -> bool:
         late = sum(job.blamed and job.operation in MUTATIONS for job in self._running)
