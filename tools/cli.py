@@ -57,6 +57,7 @@ MOUNTS = {
 def build_app(args: Sequence[str]) -> typer.Typer:
     """The application for one command line: imports the command that `args` name, no other."""
     app = typer.Typer(
+        rich_markup_mode="markdown",  # joins the lines of a docstring
         name="kvstrata",
         help="Tiered KV-cache storage for LLM servers.",
         add_completion=False,

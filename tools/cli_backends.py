@@ -23,7 +23,7 @@ from kvstrata.configs.schema import Secret
 from kvstrata.errors import InputError, PluginError, Where
 from kvstrata.tools import cli_admin
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 for command in (cli_admin.status, cli_admin.detach, cli_admin.attach):
     app.command()(command)
 

@@ -16,7 +16,7 @@ from kvstrata.configs import ByteSize, Config, Secret, load_config
 from kvstrata.configs.source import Keys
 from kvstrata.units import format_size
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A TOML configuration.")]
 Overrides = Annotated[

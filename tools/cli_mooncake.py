@@ -18,7 +18,7 @@ from kvstrata.backends.mooncake.store_process import serve
 from kvstrata.configs import Config, load_config
 from kvstrata.errors import ConfigError, InputError, Where
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 CHECK_S = 0.2
 """How often the processes are looked at."""

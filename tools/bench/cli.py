@@ -14,7 +14,7 @@ from kvstrata.errors import InputError, Where
 from kvstrata.tools.bench.control import ControlReport, run
 from kvstrata.units import parse_size
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
 @app.callback()
