@@ -165,7 +165,8 @@ class PageTable:
         self._backups[pages] -= 1
         over = pages[(self._backups[pages] == 0) & (self._state[pages] == PageState.BACKING_UP)]
         self._state[over] = PageState.READY
-        self._stranded[pages] = False
+        # Another backup of the page may be the one that hangs: then it is stuck as before.
+        self._stranded[pages[self._backups[pages] == 0]] = False
         self.release(pages)
 
     def strand(self, pages: Pages) -> None:

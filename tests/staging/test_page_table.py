@@ -103,7 +103,7 @@ class Model:
 
     def _end_backup(self, page: Page) -> None:
         page.backups -= 1
-        page.stranded = False
+        page.stranded = page.stranded and page.backups > 0  # another one may hang
         if not page.backups and page.state is PageState.BACKING_UP:
             page.state = PageState.READY
         self._release(page)
