@@ -10,7 +10,8 @@ PUBLIC: dict[str, str] = {
     "kvstrata": "__version__",
     "kvstrata.configs": """
         AdminConfig BackendConfig ByteSize Component ComponentConfig Config ConfigSource
-        DeviceConfig L3Config NamespaceConfig PoliciesConfig PoolsConfig SchedulerConfig Secret StagingConfig load_config
+        DeviceConfig L3Config NamespaceConfig PoliciesConfig PoolsConfig SchedulerConfig Secret
+        StagingConfig load_config
     """,
     "kvstrata.tiers": """
         CacheControl ComponentIdentity Deadlines EvictionPolicy KeyChain L3State Match
