@@ -118,7 +118,8 @@ class Schedule(JobBook):
         self._stores += operation is Operation.STORE
         job.state = JobState.WAITING
         if self._closing or self.draining:
-            self._end(job, Outcome.CANCELLED)
+            # Not CANCELLED, which says nothing about the page: control would ask again at once.
+            self._end(job, Outcome.UNAVAILABLE)
         elif pages == 0:
             self._end(job, None)
         elif job.deadline <= now:

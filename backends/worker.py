@@ -137,7 +137,7 @@ class StorageWorker:
             return self._wait_quiet(self._is_idle, deadline_s)
 
     def drain(self, deadline_s: float) -> bool:
-        """From now on new jobs end as CANCELLED; `flush` those that are there."""
+        """From now on new jobs end as UNAVAILABLE; `flush` those that are there."""
         with self._lock:
             self._schedule.draining = True
         return self.flush(deadline_s)

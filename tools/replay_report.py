@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvstrata import __version__
 from kvstrata.configs import Config
-from kvstrata.errors import StorageError
+from kvstrata.errors import ClosedError, StorageError
 from kvstrata.handles import Tier
 from kvstrata.tools.engine import Engine
 from kvstrata.units import format_size
@@ -181,7 +181,7 @@ def _storage(engine: Engine, config: Config) -> StorageReport | None:
     stats = worker.stats()
     try:
         usage = worker.usage()
-    except StorageError:
+    except (StorageError, ClosedError):  # it does not answer, or is detached
         usage = None
     return StorageReport(
         backend=worker.name,

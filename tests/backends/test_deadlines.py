@@ -173,7 +173,7 @@ def test_close_ends_every_job(start_worker, scripted, make_pages, make_gate) -> 
     assert scripted.close_calls == 1
     assert threading.active_count() == before
     late = jobs.load(pages.loads(0, 2))
-    assert late.outcomes() == [CANCELLED] * 2
+    assert late.outcomes() == [Outcome.UNAVAILABLE] * 2, "control must not ask again at once"
     assert jobs.worker.stats().abandoned_threads == 0
     jobs.worker.close(1)
     assert scripted.close_calls == 1

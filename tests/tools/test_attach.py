@@ -11,6 +11,7 @@ import pytest
 
 from kvstrata.backends import StorageWorker
 from kvstrata.backends.testing.faults import FaultyBackend, FaultyOptions
+from kvstrata.boundary import Outcome
 from kvstrata.configs import Config, load_config
 from kvstrata.errors import ConfigError, StorageBusyError
 from kvstrata.gpu_runtime import OracleRunner
@@ -139,3 +140,21 @@ def test_attach_needs_a_runtime_with_l3(config: Config) -> None:
         assert engine.runtime.detach_storage(1.0)
         with pytest.raises(ConfigError, match="without L3"):
             engine.runtime.attach_storage(fresh_worker(config))
+
+
+def test_what_only_l3_had_is_a_miss_at_once_when_it_is_detached(
+    serve: Callable[[], Served],
+) -> None:
+    """Control drops its belief with the first refusal; it does not ask again and again."""
+    served = serve()
+    served.requests(0, 40)
+    results = served.requests(0, 40)
+    assert l3_hits(results), "something is in no tier but L3"
+    worker = served.engine.runtime.attached_storage()
+    assert worker is not None
+    assert served.engine.runtime.detach_storage(10.0)
+    pages = sum(sum(r.hit_pages.values()) for r in results)
+    served.requests(0, 40)
+    loads = worker.stats().pages["load"]
+    assert 0 < loads[Outcome.UNAVAILABLE] <= 2 * pages
+    assert not loads.get(Outcome.CANCELLED)
