@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from kvstrata.tools.replay_control import Interruption, OnResult, interruptible,
 from kvstrata.tools.replay_report import ReplayReport, RunInfo, build_report, print_report
 from kvstrata.tools.trace import TraceRequest, read_trace, shipped_trace
 
+SETTLE_S = 5.0
+"""What the runtime may take to tell of a deadline."""
 STEP_TIMEOUT_S = 0.5
 MIN_OUTSTANDING = 64
 """Requests that are submitted ahead of the scheduler: enough to look ahead, bounded memory."""
@@ -98,7 +101,9 @@ def run_replay(
         gc.freeze()  # a full collection would walk every imported module, 10 ms and more each time
         started = time.monotonic()
         stop.in_loop = True
-        for result in _drive(engine, pending, trace, decode, stop):
+        backend = config.l3_backend
+        settle_s = SETTLE_S + (backend.deadline_s if backend else 0.0)
+        for result in _drive(engine, pending, trace, decode, stop, settle_s=settle_s):
             totals.add(result)
             if on_result is not None:
                 on_result(totals.requests + totals.aborted, count, totals.page_hits)
@@ -125,11 +130,16 @@ def _drive(
     trace: Path,
     decode: Decode,
     stop: Interruption,
+    *,
+    settle_s: float,
 ) -> Iterator[RequestResult]:
-    """Keep the scheduler fed until the trace has ended and everything is stored."""
+    """Keep the scheduler fed until the trace has ended and everything is stored.
+
+    What is still open `settle_s` after the last request has outlived its deadline: it waits for
+    pages that a backend holds, whose call may hang for good."""
     scheduler = engine.scheduler
     ahead = max(MIN_OUTSTANDING, 4 * scheduler.settings.max_batch)
-    exhausted = False
+    exhausted, outstanding, settled_s = False, 0, math.inf
     while not stop.leave.is_set():
         exhausted = exhausted or stop.finish.is_set()
         while not exhausted and scheduler.waiting < ahead:
@@ -138,9 +148,14 @@ def _drive(
                 exhausted = True
                 break
             _submit(engine, request, trace, decode)
-        if exhausted and scheduler.idle:
+            outstanding += 1
+        if exhausted and (scheduler.idle or time.monotonic() > settled_s):
             return
-        yield from scheduler.step(STEP_TIMEOUT_S)
+        for result in scheduler.step(STEP_TIMEOUT_S):
+            outstanding -= 1
+            yield result
+        if exhausted and not outstanding:
+            settled_s = min(settled_s, time.monotonic() + settle_s)
 
 
 def _submit(engine: Engine, request: TraceRequest, trace: Path, decode: Decode) -> None:
