@@ -52,7 +52,8 @@ def make_backend(
         raise
     except Exception as error:
         raise PluginError(
-            f"backend {name!r} cannot be made: {type(error).__name__}: {error}",
+            f"backend {name!r} (plugin {backend.plugin!r}) cannot be made: "
+            f"{type(error).__name__}: {error}",
             remedy="check its options; if they are right, the plugin needs a fix",
             where=config.where("backends", name),
         ) from error

@@ -91,7 +91,8 @@ def test_a_second_process_restores_from_l3(
 def test_prompts_of_one_call_share_their_prefix(call: Call) -> None:
     prompts = (PROMPT, PROMPT + " thirteen", PROMPT + " fourteen")
     report = call("tiny", prompts=prompts)
-    assert [hits(report, i) for i in range(3)] == [(0, 0, 0), (48, 0, 0), (48, 0, 0)]
+    found = sorted(hits(report, i) for i in range(3))  # whichever of them came first
+    assert found == [(0, 0, 0), (48, 0, 0), (48, 0, 0)]
     for i, prompt in enumerate(prompts):
         alone = call("tiny", "--no-store", "--epoch", "7", prompts=(prompt,))
         assert hits(alone) == (0, 0, 0)
