@@ -230,6 +230,6 @@ class LocalGPURuntime:
         self._core.check_integrity()
         with self._core.lock:
             self._batches.rows.check_integrity()
-        self._moves.copies.check_integrity()
+        self._moves.copies.queues.check_integrity()
         if self._core.worker is not None:
             self._core.worker.check_integrity()

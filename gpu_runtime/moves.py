@@ -75,7 +75,7 @@ class Moves:
         """At shutdown: what waits ends, what is under way goes no further."""
         self._device_pages.stop(cause)
         self.core.staging.stop(cause)
-        self.copies.flush()
+        self.copies.queues.flush()
 
     def _track(self, move: Move) -> None:
         if not move.ended:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +17,9 @@ import numpy.typing as npt
 
 from kvstrata.errors import ConfigError, InputError, Where
 from kvstrata.gpu_runtime.base import LOOK_S, Device, Event
-from kvstrata.gpu_runtime.copy_queue import CopyPriority, CopyQueue, Slice
+from kvstrata.gpu_runtime.copy_queue import CopyPriority
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
-from kvstrata.gpu_runtime.transfers import CopyResult, run_slice, slices_of
+from kvstrata.gpu_runtime.transfers import CopyQueues, CopyResult
 from kvstrata.staging import Pages
 
 PageNumbers = Mapping[str, Pages]
@@ -124,7 +123,7 @@ class AdoptedPools:
     def __init__(self, pools: Mapping[str, DevicePages], device: Device) -> None:
         self._pools, self._device = dict(pools), device
         self._host: dict[str, npt.NDArray[np.uint8]] = {}
-        self._out, self._in = CopyQueue(device.d2h), CopyQueue(device.h2d)
+        self._queues = CopyQueues(device)
         with ExitStack() as undo:
             undo.callback(device.close, START_FAILED_CLOSE_S)
             self._check_pools()
@@ -148,42 +147,45 @@ class AdoptedPools:
         self._device.h2d.wait_event(event)
 
     def copy_out(self, pages: PageNumbers, slots: PageNumbers) -> Transfer:
-        return self._copy(pages, slots, CopyPriority.WRITE_BACK, 1)
+        return self._copy(pages, slots, CopyPriority.WRITE_BACK, 1, out=True)
 
     def copy_in(self, pages: PageNumbers, slots: PageNumbers, *, groups: int = 1) -> Transfer:
-        return self._copy(pages, slots, CopyPriority.RESTORE, groups)
+        return self._copy(pages, slots, CopyPriority.RESTORE, groups, out=False)
 
     def close(self, deadline_s: float) -> bool:
-        self._out.flush()
-        self._in.flush()
+        self._queues.flush()
         ended = self._device.close(deadline_s)
         if not ended:
             _STRANDED.append((self._pools, self._host))
         return ended
 
     def _copy(
-        self, pages: PageNumbers, slots: PageNumbers, priority: CopyPriority, groups: int
+        self,
+        pages: PageNumbers,
+        slots: PageNumbers,
+        priority: CopyPriority,
+        groups: int,
+        *,
+        out: bool,
     ) -> Transfer:
-        device, result = self._device, CopyResult()
-        device.check_fault()
-        out = priority is CopyPriority.WRITE_BACK
-        move = device.copy_out if out else device.copy_in
+        self._device.check_fault()
         numbers = {name: self._numbers(name, pages, slots, groups, out=out) for name in self._pools}
-        queued: list[list[Slice]] = []
-        for group in range(groups):
-            copies = [
-                PageCopy(memory, numbers[name][0], self._host[name], numbers[name][1], part)
+        copies = [
+            [
+                PageCopy(
+                    memory,
+                    numbers[name][0],
+                    self._host[name],
+                    numbers[name][1],
+                    _part(memory.layout.pieces, group, groups),
+                )
                 for name, memory in self._pools.items()
-                for part in (_part(memory.layout.pieces, group, groups),)
             ]
-            queued.append(
-                [
-                    Slice(partial(run_slice, result, partial(move, piece)), piece.nbytes)
-                    for copy in copies
-                    for piece in slices_of(copy, device.copy_slice_bytes)
-                ]
-            )
-        return Transfer(device, result, (self._out if out else self._in).add(queued, priority))
+            for group in range(groups)
+        ]
+        result = CopyResult()
+        events = self._queues.add(copies, priority, result, out=out)
+        return Transfer(self._device, result, events)
 
     # ── what is given ────────────────────────────────────────────────────────────────────────────
 

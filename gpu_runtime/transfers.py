@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvstrata.backends import JobResult, ObjectId, PageIO
 from kvstrata.boundary import KeyRun, Outcome
 from kvstrata.errors import IntegrityError
-from kvstrata.gpu_runtime.base import Event
+from kvstrata.gpu_runtime.base import Device, Event
 from kvstrata.gpu_runtime.copy_queue import CopyPriority, CopyQueue, Slice
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
 from kvstrata.gpu_runtime.device_pages import PageCopy
@@ -35,28 +35,33 @@ class Copy(CopyResult):
     event: Event = field(init=False)
 
 
-class Copies:
-    """The two copies between host and device pages, ordered by events."""
+class CopyQueues:
+    """Both directions of one device: cuts copies into slices and queues them."""
 
-    def __init__(self, core: RuntimeCore) -> None:
-        self._core = core
-        self._out = CopyQueue(core.device.d2h)
-        self._in = CopyQueue(core.device.h2d)
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._out, self._in = CopyQueue(device.d2h), CopyQueue(device.h2d)
 
-    def d2h(self, source: PageSet, target: Slots, done: Callable[[str], None]) -> Copy:
-        """Gather device pages into host pages. `done("")` or `done(error)` follows under the lock,
-        from a device thread; the caller keeps both sides held until then."""
-        return self._copy(source, target, done, CopyPriority.WRITE_BACK)
-
-    def h2d(
+    def add(
         self,
-        source: Slots,
-        target: PageSet,
-        done: Callable[[str], None],
-        priority: CopyPriority = CopyPriority.PREFETCH,
-    ) -> Copy:
-        """Scatter host pages into device pages; otherwise as `d2h`."""
-        return self._copy(target, source, done, priority)
+        groups: Sequence[Sequence[PageCopy]],
+        priority: CopyPriority,
+        result: CopyResult,
+        *,
+        out: bool,
+    ) -> list[Event]:
+        """Queue copies, group after group; returns the event behind each group. `result` gets the
+        first error."""
+        move = self._device.copy_out if out else self._device.copy_in
+        queued = [
+            [
+                Slice(partial(_run, result, partial(move, part)), part.nbytes)
+                for copy in group
+                for part in slices_of(copy, self._device.copy_slice_bytes)
+            ]
+            for group in groups
+        ]
+        return (self._out if out else self._in).add(queued, priority)
 
     def flush(self) -> None:
         """At shutdown: nothing waits for its turn any more."""
@@ -67,23 +72,43 @@ class Copies:
         self._out.check_integrity()
         self._in.check_integrity()
 
+
+class Copies:
+    """The two copies between host and device pages, ordered by events."""
+
+    def __init__(self, core: RuntimeCore) -> None:
+        self._core, self.queues = core, CopyQueues(core.device)
+
+    def d2h(self, source: PageSet, target: Slots, done: Callable[[str], None]) -> Copy:
+        """Gather device pages into host pages. `done("")` or `done(error)` follows under the lock,
+        from a device thread; the caller keeps both sides held until then."""
+        return self._copy(source, target, done, CopyPriority.WRITE_BACK, out=True)
+
+    def h2d(
+        self,
+        source: Slots,
+        target: PageSet,
+        done: Callable[[str], None],
+        priority: CopyPriority = CopyPriority.PREFETCH,
+    ) -> Copy:
+        """Scatter host pages into device pages; otherwise as `d2h`."""
+        return self._copy(target, source, done, priority, out=False)
+
     def _copy(
         self,
         device_pages: PageSet,
         host_pages: Slots,
         done: Callable[[str], None],
         priority: CopyPriority,
+        *,
+        out: bool,
     ) -> Copy:
         core, state = self._core, Copy()
-        out = priority is CopyPriority.WRITE_BACK
-        move = core.device.copy_out if out else core.device.copy_in
-        slices = []
-        for name, pages in device_pages.items():
-            pool, host, slots = core.pools[name], core.staging.array(name), host_pages[name]
-            whole = PageCopy(pool, pages, host, slots)
-            for part in slices_of(whole, core.device.copy_slice_bytes):
-                slices.append(Slice(partial(run_slice, state, partial(move, part)), part.nbytes))
-        (state.event,) = (self._out if out else self._in).add([slices], priority)
+        copies = [
+            PageCopy(core.pools[name], pages, core.staging.array(name), host_pages[name])
+            for name, pages in device_pages.items()
+        ]
+        (state.event,) = self.queues.add([copies], priority, state, out=out)
 
         def finish() -> None:
             with core.callback():
@@ -93,7 +118,7 @@ class Copies:
         return state
 
 
-def run_slice(state: CopyResult, move: Callable[[], None]) -> None:
+def _run(state: CopyResult, move: Callable[[], None]) -> None:
     """One slice; after one that failed the rest of the copy is not worth its time."""
     if state.error:
         return

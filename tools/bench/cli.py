@@ -51,10 +51,7 @@ def transfer(
     from kvstrata.tools.bench import transfer_table
 
     console = Console()
-    try:
-        nbytes = parse_size(size)
-    except ValueError as exc:
-        raise InputError(str(exc), remedy="give a size", where=Where(key="--size")) from exc
+    nbytes = _size(size, "--size")
     say = Console(stderr=True).print
     report = bench.run(
         nbytes,
@@ -82,10 +79,7 @@ def storage(
     from kvstrata.tools.bench import storage as bench
     from kvstrata.tools.bench import storage_table
 
-    try:
-        nbytes = parse_size(size)
-    except ValueError as exc:
-        raise InputError(str(exc), remedy="give a size", where=Where(key="--size")) from exc
+    nbytes = _size(size, "--size")
     report = bench.run(backend, rounds, nbytes)
     for table in storage_table.tables(report):
         Console().print(table)
@@ -102,14 +96,18 @@ def worker(
     """What a storage worker adds to a page, and what bad neighbours cost a healthy one."""
     from kvstrata.tools.bench import worker as bench
 
-    try:
-        page_bytes = parse_size(page_size)
-    except ValueError as exc:
-        raise InputError(str(exc), remedy="give a size", where=Where(key="--page-size")) from exc
+    page_bytes = _size(page_size, "--page-size")
     report = bench.run(page_bytes, batches, rounds)
     for table in bench.tables(report):
         Console().print(table)
     _write(report, json)
+
+
+def _size(text: str, option: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as exc:
+        raise InputError(str(exc), remedy="give a size", where=Where(key=option)) from exc
 
 
 def _write(report: object, json: Path | None) -> None:
