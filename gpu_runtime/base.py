@@ -23,6 +23,13 @@ LOOK_S = 0.1
 """Who waits for what a stream of a device brings looks this often whether the device is broken."""
 
 
+START_FAILED_CLOSE_S = 5.0
+"""For what was started, when a constructor raises."""
+STRANDED: list[object] = []
+"""Pools and host memory that a device did not let go of: they stay, mapped and registered, for
+good, because something may still write them."""
+
+
 class Event(ABC):
     """A point in a stream. Complete when all work enqueued before it has ended."""
 

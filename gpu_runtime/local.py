@@ -19,7 +19,7 @@ from kvstrata.boundary import (
     Wake,
 )
 from kvstrata.errors import ClosedError, ConfigError, StorageBusyError, Where
-from kvstrata.gpu_runtime.base import Device, ModelRunner
+from kvstrata.gpu_runtime.base import START_FAILED_CLOSE_S, STRANDED, Device, ModelRunner
 from kvstrata.gpu_runtime.batches import BatchEngine
 from kvstrata.gpu_runtime.core import RuntimeCore, RuntimeSettings
 from kvstrata.gpu_runtime.cpu import CpuDevice
@@ -30,13 +30,6 @@ from kvstrata.handles import RequestRuntimeHandle
 from kvstrata.staging import Pages
 
 logger = logging.getLogger(__name__)
-
-START_FAILED_CLOSE_S = 5.0
-
-
-_STRANDED: list[object] = []
-"""Host and device memory that a device did not let go of: it stays, mapped and registered, for
-good."""
 
 
 class LocalGPURuntime:
@@ -126,7 +119,7 @@ class LocalGPURuntime:
             self._core.worker.close(max(0.0, deadline_s / 2))
         if not self._device.close(max(0.0, end - time.monotonic())):
             logger.error("device work was still running after %s s", deadline_s)
-            _STRANDED.append((self._core.staging.region, self._core.pools))
+            STRANDED.append((self._core.staging.region, self._core.pools))
         with self._core.lock:
             self._core.staging.close()
             self._batches.end_all()

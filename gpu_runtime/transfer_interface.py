@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata.errors import ConfigError, InputError, Where
-from kvstrata.gpu_runtime.base import LOOK_S, Device, Event
+from kvstrata.gpu_runtime.base import LOOK_S, START_FAILED_CLOSE_S, STRANDED, Device, Event
 from kvstrata.gpu_runtime.copy_queue import CopyPriority
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.transfers import CopyQueues, CopyResult
@@ -110,12 +110,6 @@ class TransferInterface(Protocol):
         ...
 
 
-_STRANDED: list[object] = []
-"""Pools, with their host pages, that a device did not let go of: they stay for good."""
-
-START_FAILED_CLOSE_S = 5.0
-
-
 class AdoptedPools:
     """`TransferInterface` over pools that `adopt` made, and a device that it takes over: also when
     the constructor raises (ConfigError), the device is closed."""
@@ -156,7 +150,7 @@ class AdoptedPools:
         self._queues.flush()
         ended = self._device.close(deadline_s)
         if not ended:
-            _STRANDED.append((self._pools, self._host))
+            STRANDED.append((self._pools, self._host))
         return ended
 
     def _copy(

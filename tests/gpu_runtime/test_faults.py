@@ -346,7 +346,7 @@ def test_what_a_device_does_not_let_go_of_stays(monkeypatch: pytest.MonkeyPatch)
     runtime, _ = plain_runtime()
     data = weakref.ref(runtime.core.pools["kv"].data)
     region = weakref.ref(runtime.core.staging.region)
-    monkeypatch.setattr(local, "_STRANDED", [])
+    monkeypatch.setattr(local, "STRANDED", [])
     close = CpuDevice.close
     monkeypatch.setattr(CpuDevice, "close", lambda *args: close(*args) and False)
     runtime.close(10.0)

@@ -222,7 +222,7 @@ def test_a_device_that_broke_is_told_of(pools: AdoptedPools, device: Device) -> 
 
 def test_memory_of_a_copy_that_outlives_close_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may drop everything: pools and host pages may still be written."""
-    monkeypatch.setattr(transfer_interface, "_STRANDED", [])
+    monkeypatch.setattr(transfer_interface, "STRANDED", [])
     device = Device()
     close = CpuDevice.close
     monkeypatch.setattr(CpuDevice, "close", lambda *args: close(*args) and False)
