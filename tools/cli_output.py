@@ -32,7 +32,8 @@ def check_output(path: Path) -> None:
         raise _no_output(path, "permission denied")
 
 
-def write_json(report: msgspec.Struct, path: Path) -> None:
+def write_json(report: object, path: Path) -> None:
+    """A msgspec struct or dataclass. Raises InputError when the file cannot be written."""
     data = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
     if path == STDOUT:
         typer.echo(data, nl=False)

@@ -25,6 +25,7 @@ from kvstrata.gpu_runtime.sampling import SamplingParams
 from kvstrata.gpu_runtime.transformers_runner import TransformersRunner
 from kvstrata.handles import Tier
 from kvstrata.tiers import Namespace, RequestResult, RequestState
+from kvstrata.tools.cli_output import write_json
 from kvstrata.tools.engine import Engine, open_engine
 from kvstrata.tools.generate_model import Subject, fit_config, load_subject
 from kvstrata.tools.replay_report import HitTokens
@@ -274,7 +275,7 @@ def generate(
     )
     print_report(report, subject.has_text, Console(highlight=False))
     if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        write_json(report, json)
     if any(answer.error for answer in report.answers):
         raise typer.Exit(1)
 

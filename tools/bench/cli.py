@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from kvstrata.errors import InputError, Where
 from kvstrata.tools.bench.control import ControlReport, run
+from kvstrata.tools.cli_output import write_json
 from kvstrata.units import parse_size
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -111,16 +111,8 @@ def _size(text: str, option: str) -> int:
 
 
 def _write(report: object, json: Path | None) -> None:
-    if json is None:
-        return
-    try:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    except OSError as exc:
-        raise InputError(
-            f"cannot write the figures: {exc.strerror}",
-            remedy="give a path that can be written",
-            where=Where(json),
-        ) from exc
+    if json is not None:
+        write_json(report, json)
 
 
 def _table(report: ControlReport) -> Table:
