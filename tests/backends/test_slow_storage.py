@@ -1,4 +1,4 @@
-"""Slow storage is not storage that fails: what the breakers hold against a backend, and what not."""
+"""Slow storage is not storage that fails: what breakers hold against a backend, and what not."""
 
 from __future__ import annotations
 
