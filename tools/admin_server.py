@@ -91,8 +91,11 @@ class AdminServer:
         """Begin to answer. What can be attached are the backends of `config`."""
         assert self._thread is None, "start once"
         served = _Served(runtime, config, time.monotonic())
+        selector = selectors.DefaultSelector()  # here: `close` may come before the thread runs
+        selector.register(self._socket.channel, selectors.EVENT_READ)
+        selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
-            target=self._serve, args=(served,), name="kvstrata-admin", daemon=True
+            target=self._serve, args=(served, selector), name="kvstrata-admin", daemon=True
         )
         self._thread.start()
 
@@ -119,11 +122,9 @@ class AdminServer:
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 
-    def _serve(self, served: _Served) -> None:
+    def _serve(self, served: _Served, selector: selectors.BaseSelector) -> None:
         listener = self._socket.channel
-        with self._woken, selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
+        with self._woken, selector:
             while not self._closing.is_set():
                 selector.select()
                 try:
