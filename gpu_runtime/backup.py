@@ -127,7 +127,10 @@ class BackupToL3(Move):
             most = min(most, core.staging.store_window)
         self.chunks = chunks_of(page_set_count(source), most)
         self.stored: list[int] = [0] * len(self.chunks)
+        self.causes: list[str] = [""] * len(self.chunks)
+        """Why the page after those that a chunk stored was not. Chunks end in any order."""
         self.cause = ""
+        """Why no further chunk is asked for."""
         self.next = 0
         self.running = 0
         self.request: SlotRequest | None = None
@@ -218,6 +221,7 @@ class BackupToL3(Move):
                 (table.quarantine if self.tier is Tier.L1 else table.strand)(p)
             self.stored[index] = n
             if n < stop - start:
+                self.causes[index] = cause
                 self.cause = self.cause or cause
             if self.tier is Tier.L2:
                 self.ask()
@@ -256,12 +260,12 @@ class BackupToL3(Move):
             rest = self.chunks[self.next][0]
             self.next = len(self.chunks)
             self._end_source(part_of(self.source, rest, page_set_count(self.source)))
-        n = 0
-        for (start, stop), stored in zip(self.chunks, self.stored, strict=True):
+        n, cause = 0, ""
+        for (start, stop), stored, why in zip(self.chunks, self.stored, self.causes, strict=True):
             n += stored
             if stored < stop - start:
+                cause = why or self.cause
                 break
-        cause = "" if n == self.keys.page_count else self.cause
         self.end(BackedUp(action_id=self.action_id, n=n, cause=cause))
 
 

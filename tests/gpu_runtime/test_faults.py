@@ -367,11 +367,16 @@ def test_device_work_that_raises_breaks_the_runtime_loudly() -> None:
     def broken() -> None:
         raise MemoryError("a fault of the test")
 
-    runtime.core.device.compute.enqueue(broken)
-    driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=8),)))
-    with pytest.raises(IntegrityError, match="a fault of the test"):
+    def go() -> None:
+        driver.run(BatchPlan(open=(prompt.open(),), rows=(RowPlan(row=0, count=8),)))
         driver.wait_idle()
-    runtime.close(10.0)
+
+    runtime.core.device.compute.enqueue(broken)
+    try:
+        with pytest.raises(IntegrityError, match="a fault of the test"):
+            go()  # it is told at once, or by `poll`
+    finally:
+        runtime.close(10.0)
     assert not traces()[0]
 
 

@@ -40,8 +40,10 @@ class Folder:
     def wait(self, process: subprocess.Popen[bytes], command: str) -> dict[str, Any]:
         with process:
             _, errors = process.communicate(timeout=WAIT_S)
-        assert process.returncode == 0, errors.decode()
-        return json.loads((self.path / f"{command}.json").read_bytes())
+        report = self.path / f"{command}.json"
+        found = report.read_text() if report.exists() else "no report"
+        assert process.returncode == 0, f"{errors.decode()}\n{found}"
+        return json.loads(found)
 
     def run(self, command: str, *args: str | Path) -> dict[str, Any]:
         return self.wait(self.start(command, *args), command)
