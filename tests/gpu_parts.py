@@ -47,10 +47,10 @@ TESTS: dict[str, list[str]] = {
 }  # fmt: skip
 """Part → what pytest runs of the tests that are marked `cuda`."""
 SANITIZED = {
-    "memcheck": "hits_from_each_tier or every_type_and_odd_size",
-    "racecheck": "every_type_and_odd_size",
+    "memcheck": "hits_from_each_tier or (every_type_and_odd_size and bfloat16)",
+    "racecheck": "every_type_and_odd_size and bfloat16",
 }
-"""Tool of compute-sanitizer → a short choice of tests."""
+"""Tool of compute-sanitizer → a short choice of tests: each takes ten times as long, and more."""
 SANITIZED_FILES = ["tests/tiers/test_cuda_order.py", "tests/gpu_runtime/test_transfer_cuda.py"]
 SANITIZER_EXIT = 86
 PARTS = (*TESTS, "sanitize", "bench")

@@ -73,7 +73,7 @@ class Case:
 
     def __init__(self, geometry: Geometry, nbytes: int, seed: int) -> None:
         self.geometry = geometry
-        device = torch.device("cuda")
+        device = torch.device("cuda", torch.cuda.current_device())
         page_bytes = geometry.spec.page_bytes(geometry.page_tokens)
         self.count = max(2, nbytes // page_bytes)
         self.nbytes = self.count * page_bytes
