@@ -238,6 +238,28 @@ def _cost(look: Checked) -> int:
     return HEADER_BYTES + look.header.stored_bytes if look.header is not None else 0
 
 
+def orphans(backend: StorageBackend, pages: Sequence[Page]) -> list[Page]:
+    """Those that are there and whose parent is not; pages without a parent are none.
+
+    A server that stores and evicts meanwhile makes none: a page counts that is seen between two
+    looks which both miss its parent.
+    """
+    found: list[Page] = []
+    for at in range(0, len(pages), backend.max_batch):
+        part = list(pages[at : at + backend.max_batch])
+        part = _without_parent(backend, part)
+        there = backend.exists([page.object for page in part])
+        part = [page for page, is_there in zip(part, there, strict=True) if is_there]
+        found += _without_parent(backend, part)
+    return found
+
+
+def _without_parent(backend: StorageBackend, pages: Sequence[Page]) -> list[Page]:
+    asked = [(page, page.parent) for page in pages if page.parent is not None]
+    there = backend.exists([parent for _, parent in asked])
+    return [page for (page, _), is_there in zip(asked, there, strict=True) if not is_there]
+
+
 def scan_headers(
     catalog: Catalog,
     backend: StorageBackend,

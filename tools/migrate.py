@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvstrata.backends import ObjectId, StorageBackend, WriteRequest
 from kvstrata.backends.abilities import SupportsPersist
 from kvstrata.errors import InputError, StorageError
-from kvstrata.tools.catalog import Page, State, scan_headers
+from kvstrata.tools.catalog import Page, State, orphans, scan_headers
 from kvstrata.tools.crew import Crew
 from kvstrata.tools.frames import ALIGN_BYTES, FrameBuffer, read_frames
 from kvstrata.tools.migrate_copy import Batch, Copier, RateLimit
@@ -126,6 +126,7 @@ class Migration:
                 self._sweep()
             if self._is_stopped:
                 return
+            self._look_for_orphans()
             journal.enter("persist" if self.settings.move else "done")
         if journal.phase == "persist":
             self._persist()
@@ -221,6 +222,18 @@ class Migration:
         missing, _ = journal.count("state=?", (State.PENDING,))
         if missing:
             self.stopped_because = f"the destination has evicted {missing} of the pages copied"
+
+    def _look_for_orphans(self) -> None:
+        """Of pages that were cut since the scan has not found their parents: name those that the
+        source has without. A server may as well have evicted both, and stored both again later."""
+        journal, after = self.journal, 0
+        while some := journal.without_parent(after, self.source.max_batch):
+            after = some[-1].id
+            message = "its parent is not at the source either"
+            journal.record(
+                Result(page.id, State.CUT, fault="parent missing", message=message)
+                for page in orphans(self.source, some)
+            )
 
     def _persist(self) -> None:
         target, journal = self.target, self.journal

@@ -216,6 +216,13 @@ class Journal(Catalog):
             after = self.number(query, (pages[-1].id,))
             work(pages)
 
+    def without_parent(self, after: int, most: int) -> list[Page]:
+        """Pages that were cut and whose parent no scan has found, by `id`."""
+        return self.pages(
+            "id>? AND selected>0 AND state=? AND parent_id IS NULL ORDER BY id LIMIT ?",
+            (after, State.CUT, most),
+        )
+
     # ── removing ─────────────────────────────────────────────────────────────────────────────────
 
     def removable(self, most: int) -> list[Page]:

@@ -135,11 +135,12 @@ def _namespaces(journal: Journal, names: dict[bytes, str]) -> list[NamespaceRepo
 
 
 def _problems(journal: Journal) -> list[Problem]:
-    """Failures; and pages whose parent is nowhere, unless its own state says why."""
+    """Failures; orphans of the source; and pages whose parent is not at the destination though its
+    own state does not say so."""
     rows = journal.rows(
         "SELECT c.ns, c.key, coalesce(c.fault, 'parent missing'), c.message FROM pages c "
-        "LEFT JOIN pages p ON p.id=c.parent_id WHERE c.selected>0 AND (c.state=? OR "
-        "(c.state=? AND coalesce(p.state, -1) NOT IN (?, ?, ?, ?))) ORDER BY c.state, c.id LIMIT ?",
+        "LEFT JOIN pages p ON p.id=c.parent_id WHERE c.selected>0 AND (c.state=? OR (c.state=? AND "
+        "(c.fault IS NOT NULL OR p.state NOT IN (?, ?, ?, ?)))) ORDER BY c.state, c.id LIMIT ?",
         (State.FAILED, State.CUT, *_SAID_ELSEWHERE, MAX_PROBLEMS),
     )
     return [

@@ -19,7 +19,7 @@ from kvstrata.backends.abilities import SupportsAudit
 from kvstrata.backends.frame import HEADER_BYTES, parse_header
 from kvstrata.boundary import Outcome
 from kvstrata.errors import CorruptFrameError
-from kvstrata.tools.catalog import FOREIGN, Catalog, scan
+from kvstrata.tools.catalog import FOREIGN, Catalog, orphans, scan
 from kvstrata.tools.crew import Crew
 from kvstrata.tools.frames import (
     ALIGN_BYTES,
@@ -172,12 +172,10 @@ class Verification:
             if not some:
                 break
             after = some[-1].id
-            parents = self.backend.exists([page.parent or page.object for page in some])
-            there = self.backend.exists([page.object for page in some])
             rows = [
                 (Kind.ORPHAN, f"its parent {page.parent.key.hex()[:16]}… is not there", page.id)
-                for page, has_parent, is_there in zip(some, parents, there, strict=True)
-                if page.parent is not None and is_there and not has_parent
+                for page in orphans(self.backend, some)
+                if page.parent is not None
             ]
             with catalog.transaction() as connection:
                 connection.executemany("UPDATE pages SET fault=?, message=? WHERE id=?", rows)

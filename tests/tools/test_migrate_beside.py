@@ -170,7 +170,8 @@ def test_an_orphan_at_the_source_is_a_problem(tree: Any) -> None:
     report = _run(source, target)
     assert not report.is_clean
     assert report.cut >= 1
-    assert "parent" in report.problems[0].message
+    assert report.problems[0].fault == "parent missing"
+    assert "not at the source" in report.problems[0].message
 
 
 def test_nothing_moves_away_from_under_new_pages(tree: Any, make_frame: Any) -> None:
