@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,25 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: str, *args: str | Path) -> subprocess.Popen[bytes]:
         out = self.path / f"{command}.json"
         out.unlink(missing_ok=True)
         options = ["--config", CONFIG, "--json", out, *args]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "kvstrata.tools.cli", command, *map(str, options)],
             cwd=self.path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def end(self) -> None:
+        """Leave nothing behind, however the test ended."""
+        for process in self.started:
+            with process:  # closes its pipe and waits
+                process.kill()
 
     def wait(self, process: subprocess.Popen[bytes], command: str) -> dict[str, Any]:
         with process:
@@ -57,8 +67,10 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    folder = Folder(tmp_path)
+    yield folder
+    folder.end()
 
 
 @pytest.fixture
