@@ -64,7 +64,7 @@ def test_each_guard_is_needed(
     removed: str, plant_edits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the conformance suite fails: some by an event that does not come."""
-    monkeypatch.setattr(driver, "WAIT_S", 5.0)
+    monkeypatch.setattr(driver, "WAIT_S", 2.0)
     plant_edits((GUARDS[removed],))
     tests = [name for name in dir(EpochTests) if name.startswith("test_")]
     failed = []

@@ -187,9 +187,17 @@ WAITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     ),
 }
 
+SEEN_AT = {
+    "compute hears of a failed restore from the host": 12,
+    "a row whose restore failed is finished when the host hears of it": 60,
+    "host pages are not held for the restore of a row": 15,
+}
+"""Where few seeds notice it, one that did: the search begins there."""
 
+
+@pytest.mark.no_cover  # what is planted is not what is covered, and tracing takes half the time
 @pytest.mark.parametrize("planted", WAITS)
 def test_a_removed_wait_is_noticed(planted: str, find_seed: Any) -> None:
     """B052, B053, B054, B056, B058, B059: each of them is one of these waits, left out."""
     mode, weather, edits = WAITS[planted]
-    print(find_seed(edits, mode, weather))
+    print(find_seed(edits, mode, weather, SEEN_AT.get(planted, 0)))
