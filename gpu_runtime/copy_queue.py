@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Event, Stream
 
-DEPTH = 4
-"""Slices that are enqueued at once: one moves, one is next, and two (the first ones are small) for
-the time in which the host hears that one has ended."""
+DEPTH = 3
+"""Slices that are enqueued at once: one moves, one is next, and one is for the time in which the
+host hears that one has ended."""
 
 
 class CopyPriority(enum.IntEnum):

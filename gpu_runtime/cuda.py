@@ -29,6 +29,15 @@ _ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered."""
 
 
+class _Span:
+    """Timing events around one piece of work."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.nbytes = nbytes
+
+
 class CudaEvent(CpuEvent):
     """A CUDA event. `recorded` is set when it is enqueued on its stream; it is complete when the
     GPU has passed it and its callbacks have run."""
@@ -39,28 +48,22 @@ class CudaEvent(CpuEvent):
         self.recorded = threading.Event()
         self.after = after
         """Events that its stream waited for: their callbacks run first."""
-
-
-class _Span:
-    """Timing events around one piece of work."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.start = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True, blocking=True)
-        self.nbytes = nbytes
+        self.spans: Sequence[_Span] = ()
+        """Work before it, since the event before: how long it took is noted first."""
 
 
 class CudaStream(CpuStream):
-    """A CUDA stream behind a thread. Work is enqueued under `torch.cuda.stream`, so what it
-    allocates belongs to the stream and is reused in its order."""
+    """A CUDA stream behind a thread, which has it as its current one: what work allocates belongs
+    to the stream and is reused in its order."""
 
     def __init__(self, name: str, timeline: Timeline, device: CudaDevice) -> None:
         self._device = device
         self.cuda = torch.cuda.Stream(device.torch_device)
         self._after: list[Event] = []
+        self._spans: list[_Span] = []
         self.has_waited = False
-        """Since `CudaCopies` looked: its lanes have to wait too."""
-        self._completions: SimpleQueue[CudaEvent | _Span | None] = SimpleQueue()
+        """Since `CudaCopies` looked: its streams have to wait too."""
+        self._completions: SimpleQueue[CudaEvent | None] = SimpleQueue()
         self._completer = threading.Thread(
             target=self._complete, name=f"kvstrata-{name}-done", daemon=True
         )
@@ -74,17 +77,22 @@ class CudaStream(CpuStream):
         """Complete `event`, which was recorded elsewhere, when the GPU has passed it."""
         self._completions.put(event)
 
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device.torch_device)
+        torch.cuda.set_stream(self.cuda)
+        super()._run()
+
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         span = _Span(nbytes)
-        with torch.cuda.device(self._device.torch_device), torch.cuda.stream(self.cuda):
-            span.start.record()
-            work()
-            span.end.record()
-        self._completions.put(span)
+        span.start.record()
+        work()
+        span.end.record()
+        self._spans.append(span)
 
     def _record_now(self, event: CpuEvent) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
         event.after, self._after = tuple(self._after), []
+        event.spans, self._spans = self._spans, []
         event.cuda.record(self.cuda)
         event.recorded.set()
         self._completions.put(event)
@@ -101,24 +109,22 @@ class CudaStream(CpuStream):
         """Wait for events in order and run their callbacks. After a CUDA error (the context is lost
         then), or a callback that raised, nothing completes: what depends on it must not be
         believed."""
-        while (item := self._completions.get()) is not None:
+        while (event := self._completions.get()) is not None:
             try:
-                self._complete_one(item)
+                self._complete_one(event)
             except BaseException as exc:
                 logger.exception("stream %s failed", self.name)
                 self._device.fault = self._device.fault or exc
 
-    def _complete_one(self, item: CudaEvent | _Span) -> None:
-        if isinstance(item, _Span):
-            item.end.synchronize()
-            self._device.note_span(self.name, item.start, item.end, item.nbytes)
-            return
-        item.cuda.synchronize()
+    def _complete_one(self, event: CudaEvent) -> None:
+        event.cuda.synchronize()
         if self._device.fault is not None:
             return
-        for event in item.after:
-            self._device.await_unless_broken(event.wait)
-        item.complete()
+        for span in event.spans:
+            self._device.note_span(self.name, span.start, span.end, span.nbytes)
+        for before in event.after:
+            self._device.await_unless_broken(before.wait)
+        event.complete()
 
     def close(self, deadline_s: float) -> bool:
         end_s = time.monotonic() + deadline_s

@@ -30,7 +30,8 @@ import numpy.typing as npt
 import torch
 
 from kvstrata.errors import ConfigError, Where
-from kvstrata.gpu_runtime.cuda_driver import Addresses, copy_batch, has_batches
+from kvstrata.gpu_runtime import cuda_driver
+from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
 
 HAS_TRITON = find_spec("triton") is not None
@@ -39,7 +40,8 @@ if HAS_TRITON:
     from kvstrata.gpu_runtime.gather import HEADER, fetch_order, move_pieces
 
 DIRECT_BYTES = 64 << 10
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
+"""With pieces of 18 and 32 KiB as fast as 64 MiB, or faster (H200)."""
 
 
 class CopyStream(Protocol):
@@ -50,10 +52,33 @@ class CopyStream(Protocol):
     """Set when the stream was made to wait for an event."""
 
 
+FIRST_BYTES = 8 << 20
+"""Of a direct copy, so much goes first: the driver starts when its call returns."""
 RING = 16
 """Chunks that may be enqueued at once: more than `CopyQueue` lets be under way. Even."""
 ORDER_PAGES = 2048
 """Most pages of one chunk."""
+
+
+class _Event:
+    """A CUDA event that is recorded again and again: who waits, waits for the last time. Other than
+    torch's, its calls keep the interpreter lock."""
+
+    def __init__(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> None:
+        self._torch = torch.cuda.Event(blocking=blocking)
+        self._torch.record(stream)  # torch makes it now
+        self._handle = int(self._torch.cuda_event)
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        cuda_driver.record(self._handle, stream.cuda_stream)
+
+    def hold_back(self, stream: torch.cuda.Stream) -> None:
+        """What `stream` does next waits for the event."""
+        cuda_driver.wait(stream.cuda_stream, self._handle)
+
+    def synchronize(self) -> None:
+        if not self._torch.query():
+            self._torch.synchronize()
 
 
 @dataclass(eq=False, slots=True)
@@ -64,12 +89,20 @@ class _Step:
     pinned: torch.Tensor
     """The order, as the host writes it: int64 [HEADER + ORDER_PAGES]."""
     order: torch.Tensor
-    moved: torch.cuda.Event
+    moved: _Event
     """Behind the kernel."""
-    bussed: torch.cuda.Event
+    bussed: _Event
     """Behind the copy engine."""
-    graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    """The kernel with this chunk and order, by the number of the memory."""
+    numbers: npt.NDArray[np.int64] = field(init=False)
+    """`pinned`."""
+    address: int = field(init=False)
+    """Of `chunk`."""
+    captured: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+    """The kernel with this chunk and order, by the number of the memory: what can be launched."""
+
+    def __post_init__(self) -> None:
+        self.numbers, self.address = self.pinned.numpy(), self.chunk.data_ptr()
 
 
 class CudaCopies:
@@ -93,11 +126,12 @@ class CudaCopies:
         self._chunk_bytes, self._ring = chunk_bytes, ring
         with torch.cuda.device(device):
             self._bus, self._kernels = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+            self._behind = _Event(self._bus)
         self._steps: list[_Step] = []
         self._turn = 0
         self._known: list[tuple[DevicePages, torch.Tensor]] = []
         """Memory that was prepared, and where its pieces start: int64 words, on the device."""
-        self.batched = has_batches()
+        self.batched = cuda_driver.has_batches()
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
@@ -108,17 +142,17 @@ class CudaCopies:
         """Enqueue. Raises CudaCopyError and what torch and Triton raise; the stream is behind what
         was enqueued all the same."""
         if self._owner.has_waited:
-            self._bus.wait_stream(self._owner.cuda)
-            self._kernels.wait_stream(self._owner.cuda)
+            self._behind.record(self._owner.cuda)
+            self._behind.hold_back(self._bus)
+            self._behind.hold_back(self._kernels)
             self._owner.has_waited = False  # last: if one of these raises, the next copy does both
         torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
-        direct = self._is_direct(copy.memory)
         try:
-            with torch.cuda.stream(self._bus if direct else self._kernels):
-                (self._direct if direct else self._through_chunks)(copy)
+            (self._direct if self._is_direct(copy.memory) else self._through_chunks)(copy)
         finally:
-            self._owner.cuda.wait_stream(self._bus)
-            self._owner.cuda.wait_stream(self._kernels)
+            for stream in (self._bus, self._kernels):
+                self._behind.record(stream)
+                self._behind.hold_back(self._owner.cuda)
 
     def prepare(self, memory: DevicePages) -> None:
         """Compile and capture what copies of `memory` need. Raises ConfigError for pages that are
@@ -142,6 +176,9 @@ class CudaCopies:
 
     def close(self) -> None:
         """When the streams have ended: give graphs and chunks back."""
+        for step in self._steps:
+            for graph in step.graphs:
+                cuda_driver.destroy(graph)
         self._steps.clear()
         self._known.clear()
 
@@ -155,64 +192,77 @@ class CudaCopies:
         there = layout.starts[copy.part] + copy.pages[:, None] * layout.page_stride
         offsets = np.asarray(copy.pieces) * layout.piece_bytes
         here = copy.host.ctypes.data + copy.slots[:, None] * copy.host_step + offsets
+        there, here = there.ravel(), here.ravel()
         nbytes = np.full(there.size, layout.piece_bytes)
-        self._enqueue(_flat(there), _flat(here), _flat(nbytes))
+        at, count = 0, max(1, FIRST_BYTES // layout.piece_bytes)
+        while at < len(nbytes):
+            some = slice(at, at + count)
+            self._enqueue(there[some], here[some], nbytes[some])
+            at, count = at + count, 2 * count
 
-    def _enqueue(self, device: Addresses, host: Addresses, nbytes: Addresses) -> None:
+    def _enqueue(self, device: Numbers, host: Numbers, nbytes: Numbers) -> None:
         target, source = (host, device) if self._out else (device, host)
-        copy_batch(target, source, nbytes, self._bus.cuda_stream, batched=self.batched)
+        cuda_driver.copy_batch(target, source, nbytes, self._bus.cuda_stream, batched=self.batched)
 
     # ── through chunks ───────────────────────────────────────────────────────────────────────────
 
     def _through_chunks(self, copy: PageCopy) -> None:
         number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
-        most = min(self._chunk_bytes // nbytes, -(-len(copy.pages) // 2), ORDER_PAGES)
+        most = min(self._chunk_bytes // nbytes, ORDER_PAGES)
+        places, here, lengths = self._host_runs(copy, nbytes, most)
         for at in range(0, len(copy.pages), most):
-            some = slice(at, at + most)
             step = self._steps[self._turn]
             before = self._steps[self._turn - 2]  # the last one with this chunk
             self._turn = (self._turn + 1) % self._ring
+            first, last = np.searchsorted(places, (at, at + most))
+            there = step.address + (places[first:last] - at) * nbytes
             step.moved.synchronize()  # long ago, as a rule: then its order may be written again
             if self._out:
-                self._kernels.wait_event(before.bussed)
-                self._move(number, copy, some, step)
-                self._bus.wait_event(step.moved)
-                self._over_the_bus(copy, some, nbytes, step)
+                before.bussed.hold_back(self._kernels)
+                self._move(number, copy, slice(at, at + most), step)
+                step.moved.hold_back(self._bus)
+                self._enqueue(there, here[first:last], lengths[first:last])
+                step.bussed.record(self._bus)
             else:
-                self._bus.wait_event(before.moved)
-                self._over_the_bus(copy, some, nbytes, step)
-                self._kernels.wait_event(step.bussed)
-                self._move(number, copy, some, step)
+                before.moved.hold_back(self._bus)
+                self._enqueue(there, here[first:last], lengths[first:last])
+                step.bussed.record(self._bus)
+                step.bussed.hold_back(self._kernels)
+                self._move(number, copy, slice(at, at + most), step)
 
-    def _over_the_bus(self, copy: PageCopy, some: slice, nbytes: int, step: _Step) -> None:
-        """Between the chunk and `some` of the host pages, `nbytes` of each."""
-        slots = copy.slots[some]
+    @staticmethod
+    def _host_runs(copy: PageCopy, nbytes: int, most: int) -> tuple[Numbers, Numbers, Numbers]:
+        """What single copies can cover of the host side, `nbytes` of each page, none across two
+        chunks of `most` pages: first places in `copy.slots`, addresses, lengths in bytes."""
         whole = nbytes == copy.memory.page_bytes == copy.host_step
-        first, count = host_runs(slots, copy.memory.host_chunk_pages, joined=whole)
-        here = copy.host.ctypes.data + slots[first] * copy.host_step
-        here += copy.pieces.start * copy.memory.layout.piece_bytes
-        there = step.chunk.data_ptr() + first * nbytes
-        self._enqueue(_flat(there), _flat(here), _flat(count * nbytes))
-        step.bussed.record(self._bus)
+        first, count = host_runs(
+            copy.slots, copy.memory.host_chunk_pages, joined=whole, at_most=most
+        )
+        offset = copy.host.ctypes.data + copy.pieces.start * copy.memory.layout.piece_bytes
+        return first, offset + copy.slots[first] * copy.host_step, count * nbytes
 
     def _move(self, number: int, copy: PageCopy, some: slice, step: _Step) -> None:
         """Gather into the chunk, or scatter from it, on the stream of the kernels."""
         pages, pieces = copy.pages[some], copy.pieces
         if HAS_TRITON:
-            order = step.pinned.numpy()
-            order[:3] = len(pages), pieces.start, len(pieces)
-            order[HEADER : HEADER + len(pages)] = pages
-            step.graphs[number].replay()
+            step.numbers[:3] = len(pages), pieces.start, len(pieces)
+            step.numbers[HEADER : HEADER + len(pages)] = pages
+            cuda_driver.launch(step.graphs[number], self._kernels.cuda_stream)
         else:
-            memory, part = copy.memory, slice(pieces.start, pieces.stop)
-            index = torch.from_numpy(pages).to(self._device)
-            words = memory.words_of(step.chunk, len(pages), len(pieces))
-            if self._out:
-                words.copy_(memory.take(index, part))
-            else:
-                memory.put(index, words, part)
+            with torch.cuda.stream(self._kernels):
+                self._move_by_torch(copy.memory, pages, pieces, step)
         step.moved.record(self._kernels)
+
+    def _move_by_torch(
+        self, memory: DevicePages, pages: Numbers, pieces: range, step: _Step
+    ) -> None:
+        index, part = torch.from_numpy(pages).to(self._device), slice(pieces.start, pieces.stop)
+        words = memory.words_of(step.chunk, len(pages), len(pieces))
+        if self._out:
+            words.copy_(memory.take(index, part))
+        else:
+            memory.put(index, words, part)
 
     # ── what is made once ────────────────────────────────────────────────────────────────────────
 
@@ -233,8 +283,8 @@ class CudaCopies:
                 chunks[i % 2],
                 torch.zeros(numbers, dtype=torch.int64, pin_memory=True),
                 torch.zeros(numbers, dtype=torch.int64, device=self._device),
-                torch.cuda.Event(blocking=True),
-                torch.cuda.Event(),
+                _Event(self._kernels, blocking=True),
+                _Event(self._bus),
             )
             for i in range(self._ring)
         ]
@@ -242,6 +292,7 @@ class CudaCopies:
     def _capture(self, number: int) -> None:
         memory, starts = self._known[number]
         layout, pool = memory.layout, memory.first_word
+        grid = torch.cuda.get_device_properties(self._device).multi_processor_count
 
         def launch(step: _Step) -> None:
             fetch_order(step.pinned, step.order)
@@ -254,6 +305,7 @@ class CudaCopies:
                 piece_bytes=layout.piece_bytes,
                 out=self._out,
                 aligned=layout.is_multiple_of(16),
+                grid=grid,
             )
 
         torch.cuda.synchronize(self._device)
@@ -263,12 +315,14 @@ class CudaCopies:
         self._kernels.synchronize()
         with _no_collection():
             for step in self._steps:
-                graph = step.graphs[number] = torch.cuda.CUDAGraph()
+                graph = torch.cuda.CUDAGraph(keep_graph=True)
                 # Other threads may use the device meanwhile.
                 with torch.cuda.graph(
                     graph, stream=self._kernels, capture_error_mode="thread_local"
                 ):
                     launch(step)
+                step.captured.append(graph)
+                step.graphs.append(cuda_driver.instantiate(graph.raw_cuda_graph()))
 
 
 @contextmanager
@@ -282,7 +336,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _flat(addresses: npt.NDArray[np.int64]) -> Addresses:
-    return np.ascontiguousarray(addresses, np.int64).view(np.uint64).ravel()

@@ -1,21 +1,24 @@
-"""Calls of the CUDA driver that torch has no name for: batched copies.
+"""Calls of the CUDA driver: batched copies, which torch has no name for, and short calls that keep
+the interpreter lock.
 
-Through ctypes, which gives the interpreter lock away for the time of a call: a thread that launches
-compute goes on meanwhile. Measured on an H200 with driver 580: one call with 512 copies of 2 MiB
-takes 0.3 ms and moves 55 GB/s; the same copies enqueued one by one from Python hold the lock for
-4 ms.
+Who gives the lock away waits for it afterwards, and a thread that launches a model's kernels gives
+and takes it at each: two threads that do so in turn wait for each other's wake-up at every call. So
+calls of a microsecond keep it; only a batch that takes the driver long gives it away. Measured on
+an H200 with driver 580: one call with 512 copies of 2 MiB takes 0.3 ms and moves 55 GB/s; the same
+copies enqueued one by one from Python hold the lock for 4 ms.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Addresses = npt.NDArray[np.uint64]
-"""Device or pinned host addresses, or lengths in bytes: uint64 [n]."""
+Numbers = npt.NDArray[np.int64]
+"""Device or pinned host addresses, or lengths in bytes: int64 [n], contiguous."""
 
 _ATTRIBUTES = np.dtype(
     [
@@ -34,18 +37,63 @@ class CudaCopyError(RuntimeError):
     """The driver refused a copy. What it took before may still run: wait for the stream."""
 
 
+LONG_BATCH = 64
+"""Copies of one call that take the driver so long (0.5 µs each, or more) that it gives the lock
+away."""
+
+
+@lru_cache(maxsize=2)
+def _driver(*, keeps_lock: bool = False) -> ctypes.CDLL:
+    return (ctypes.PyDLL if keeps_lock else ctypes.CDLL)("libcuda.so.1")
+
+
+class _Batches:
+    """The driver's call for many copies, and the arguments that are always the same."""
+
+    def __init__(self) -> None:
+        name, self._failed = "cuMemcpyBatchAsync_v2", tuple[Any, ...]()
+        if not hasattr(_driver(), name):
+            name, self._failed = "cuMemcpyBatchAsync", (ctypes.byref(ctypes.c_size_t()),)
+        self._long: Any = getattr(_driver(), name)
+        self._short: Any = getattr(_driver(keeps_lock=True), name)
+        attributes, first = np.zeros(1, _ATTRIBUTES), np.zeros(1, np.uint64)
+        attributes["source_order"] = _ORDER_OF_STREAM
+        self._kept = attributes, first
+        self._attributes, self._first = _pointer(attributes), _pointer(first)
+        self._one = ctypes.c_size_t(1)
+
+    def __call__(self, targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int) -> int:
+        call = self._long if len(targets) >= LONG_BATCH else self._short
+        return int(
+            call(
+                _pointer(targets),
+                _pointer(sources),
+                _pointer(nbytes),
+                ctypes.c_size_t(len(targets)),
+                self._attributes,
+                self._first,
+                self._one,
+                *self._failed,
+                ctypes.c_void_p(stream),
+            )
+        )
+
+
 @lru_cache(maxsize=1)
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def _batches() -> _Batches | None:
+    try:
+        return _Batches()
+    except AttributeError:
+        return None
 
 
 def has_batches() -> bool:
     """Whether the driver can take many copies with one call (CUDA 12.8 and newer)."""
-    return hasattr(_driver(), "cuMemcpyBatchAsync_v2") or hasattr(_driver(), "cuMemcpyBatchAsync")
+    return _batches() is not None
 
 
 def copy_batch(
-    targets: Addresses, sources: Addresses, nbytes: Addresses, stream: int, *, batched: bool = True
+    targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int, *, batched: bool = True
 ) -> None:
     """Enqueue `len(targets)` copies on `stream` (a CUstream); they run in any order.
 
@@ -55,35 +103,47 @@ def copy_batch(
     """
     if not len(targets):
         return
-    if batched and has_batches():
-        code = _one_call(targets, sources, nbytes, stream)
-    else:
-        code = _one_by_one(targets, sources, nbytes, stream)
+    one_call = _batches() if batched else None
+    code = (one_call or _one_by_one)(targets, sources, nbytes, stream)
     if code:
         raise CudaCopyError(f"the CUDA driver refused a copy: error {code}")
 
 
-def _one_call(targets: Addresses, sources: Addresses, nbytes: Addresses, stream: int) -> int:
-    attributes = np.zeros(1, _ATTRIBUTES)
-    attributes["source_order"] = _ORDER_OF_STREAM
-    first = np.zeros(1, np.uint64)
-    arguments = [
-        _pointer(targets),
-        _pointer(sources),
-        _pointer(nbytes),
-        ctypes.c_size_t(len(targets)),
-        _pointer(attributes),
-        _pointer(first),
-        ctypes.c_size_t(1),
-    ]
-    driver = _driver()
-    if hasattr(driver, "cuMemcpyBatchAsync_v2"):
-        return int(driver.cuMemcpyBatchAsync_v2(*arguments, ctypes.c_void_p(stream)))
-    failed = ctypes.c_size_t()
-    return int(driver.cuMemcpyBatchAsync(*arguments, ctypes.byref(failed), ctypes.c_void_p(stream)))
+def record(event: int, stream: int) -> None:
+    """cuEventRecord. This and the next two take handles, as torch tells them, keep the interpreter
+    lock, and raise CudaCopyError."""
+    _call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
 
-def _one_by_one(targets: Addresses, sources: Addresses, nbytes: Addresses, stream: int) -> int:
+def wait(stream: int, event: int) -> None:
+    """cuStreamWaitEvent: for the last `record` of the event until now."""
+    _call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
+
+
+def launch(graph: int, stream: int) -> None:
+    """cuGraphLaunch, of what `instantiate` returned."""
+    _call("cuGraphLaunch", ctypes.c_void_p(graph), ctypes.c_void_p(stream))
+
+
+def instantiate(captured: int) -> int:
+    """A graph that can be launched, of a CUgraph; `destroy` gives it back. Raises CudaCopyError."""
+    graph = ctypes.c_void_p()
+    arguments = ctypes.byref(graph), ctypes.c_void_p(captured), ctypes.c_ulonglong(0)
+    _call("cuGraphInstantiateWithFlags", *arguments)
+    return int(graph.value or 0)
+
+
+def destroy(graph: int) -> None:
+    _call("cuGraphExecDestroy", ctypes.c_void_p(graph))
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(keeps_lock=True), name)(*arguments)
+    if code:
+        raise CudaCopyError(f"the CUDA driver refused {name}: error {code}")
+
+
+def _one_by_one(targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int) -> int:
     copy, handle = _driver().cuMemcpyAsync, ctypes.c_void_p(stream)
     for target, source, n in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
         code = copy(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(n), handle)

@@ -129,15 +129,12 @@ def _run(state: CopyResult, move: Callable[[], None]) -> None:
 
 
 def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
-    """A copy cut into slices that grow up to `most_bytes`: the first is small, so that the bus has
-    work while the others are being enqueued."""
-    page_bytes = copy.nbytes // len(copy.pages)
-    slices, at, nbytes = [], 0, most_bytes // 16
-    while at < len(copy.pages):
-        end = at + max(1, nbytes // page_bytes)
-        slices.append(replace(copy, pages=copy.pages[at:end], slots=copy.slots[at:end]))
-        at, nbytes = end, min(2 * nbytes, most_bytes)
-    return slices
+    """A copy cut into slices of `most_bytes`, or of one page where that is more."""
+    most = max(1, most_bytes * len(copy.pages) // copy.nbytes)
+    return [
+        replace(copy, pages=copy.pages[at:end], slots=copy.slots[at:end])
+        for at, end in chunks_of(len(copy.pages), most)
+    ]
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:

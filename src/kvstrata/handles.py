@@ -39,7 +39,7 @@ class RequestRuntimeHandle(msgspec.Struct, frozen=True, array_like=True):
     generation: int
 
 
-class PageRun(msgspec.Struct, frozen=True, array_like=True):
+class PageRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Pages `first_page … first_page + page_count - 1` of one pool."""
 
     first_page: int

@@ -67,7 +67,8 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
     gpu = SimpleNamespace(
         is_available=lambda: True, device_count=lambda: 1, cudart=lambda: registry,
         Event=InstantEvent, Stream=lambda device: stream, current_stream=lambda device: stream,
-        device=lambda device: nullcontext(), stream=lambda stream: nullcontext(),
+        device=lambda device: nullcontext(), set_device=lambda device: None,
+        set_stream=lambda stream: None,
     )  # fmt: skip
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=gpu, device=torch.device, zeros=fail))
     copies = SimpleNamespace(close=lambda: None)

@@ -211,7 +211,7 @@ def test_a_copy_that_fails_says_so_and_goes_no_further(pools: Any, monkeypatch: 
 
 def test_host_runs_end_where_registered_memory_does() -> None:
     slots = np.array([3, 4, 5, 8, 7, 9, 10, 11, 12])
-    first, count = host_runs(slots, 4, joined=True)
+    first, count = host_runs(slots, 4, joined=True, at_most=9)
     assert list(zip(first.tolist(), count.tolist(), strict=True)) == [
         (0, 1),  # 3 | 4 begins a region
         (1, 2),
@@ -220,7 +220,11 @@ def test_host_runs_end_where_registered_memory_does() -> None:
         (5, 3),  # 9 10 11 | 12
         (8, 1),
     ]
-    first, count = host_runs(slots, 4, joined=False)
+    first, count = host_runs(slots, 4, joined=True, at_most=2)
+    assert list(zip(first.tolist(), count.tolist(), strict=True)) == [
+        (0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (8, 1),
+    ]  # fmt: skip
+    first, count = host_runs(slots, 4, joined=False, at_most=2)
     assert first.tolist() == list(range(9))
     assert set(count.tolist()) == {1}
 
@@ -248,9 +252,10 @@ def test_batched_copies_tell_the_driver_what_they_mean(monkeypatch: Any) -> None
             calls.append(tuple(a.value for a in arguments))
             return len(calls) > 1
 
-    addresses = np.array([10, 20, 30], np.uint64)
+    addresses = np.array([10, 20, 30])
     driver = Driver()
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda **_: driver)
+    monkeypatch.setattr(cuda_driver, "_batches", cuda_driver._batches.__wrapped__)
     cuda_driver.copy_batch(addresses, addresses, addresses, 7)
     cuda_driver.copy_batch(addresses[:0], addresses[:0], addresses[:0], 7)
     assert calls == [(3, 1, [10, 20, 30])]
@@ -258,8 +263,8 @@ def test_batched_copies_tell_the_driver_what_they_mean(monkeypatch: Any) -> None
     with pytest.raises(cuda_driver.CudaCopyError, match="error 1"):
         cuda_driver.copy_batch(addresses, addresses, addresses, 7)
     calls.clear()
-    monkeypatch.setattr(cuda_driver, "_driver", Old)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda **_: Old())
     assert not cuda_driver.has_batches()
     with pytest.raises(cuda_driver.CudaCopyError):
-        cuda_driver.copy_batch(addresses, addresses + np.uint64(1), addresses, 7)
+        cuda_driver.copy_batch(addresses, addresses + 1, addresses, 7)
     assert calls == [(10, 11, 10, 7), (20, 21, 20, 7)]
