@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,13 @@ def test_example_distribution(tmp_path: Path) -> None:
     target = tmp_path / "site"
     copy = tmp_path / "source"
     ignore = ("__pycache__", "*.egg-info", "build")
-    import shutil
-
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns(*ignore))
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile"]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")},
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", target, copy],
         check=True,
