@@ -35,6 +35,13 @@ def seed() -> int:
     return SEED
 
 
+@pytest.fixture
+def uncovered() -> dict[str, str]:
+    """The environment of a process whose lines are not counted: they are not of this package, or
+    run in this process as well. Coverage would take longer than what the process is for."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+
+
 # ── CI: a skip is a failure, unless the test needs an NVIDIA GPU ─────────────────────────────────
 
 

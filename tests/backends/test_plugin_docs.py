@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "kvstrata-dirstore"
 
 
-def test_example_distribution(tmp_path: Path) -> None:
+def test_example_distribution(tmp_path: Path, uncovered: dict[str, str]) -> None:
     """B109: built and installed like any other, found by its entry point, and its own tests (the
     conformance suite) pass."""
     target = tmp_path / "site"
@@ -24,7 +24,7 @@ def test_example_distribution(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns(*ignore))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile"]
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")},
+        **uncovered,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }

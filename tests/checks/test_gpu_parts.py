@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -43,19 +42,20 @@ sys.stderr.write(json.dumps(found))
 """All runs in one process: what takes the time is to import torch."""
 
 
-def bare(root: Path) -> dict[str, str]:
+@pytest.fixture
+def bare(uncovered: dict[str, str], root: Path) -> dict[str, str]:
     """The environment of a machine without a plugin of pytest."""
-    return {**os.environ, "PYTHONPATH": str(root / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**uncovered, "PYTHONPATH": str(root / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
-def test_a_part_finds_its_tests(parts: ModuleType, root: Path) -> None:
+def test_a_part_finds_its_tests(parts: ModuleType, root: Path, bare: dict[str, str]) -> None:
     """Every test that is marked `cuda` is in exactly one part, also without any plugin; and torch
     has what it is asked for."""
     assert parts.PYTEST[1:3] == ["-m", "pytest"]
     chosen = [*parts.TESTS.values(), parts.marked("tests/**/test_*.py")]
     chosen += [[*parts.SANITIZED_FILES, "-k", choice] for choice in parts.SANITIZED.values()]
     runs = [[*parts.PYTEST[3:], "--collect-only", *tests] for tests in chosen]
-    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=root, env=bare(root),
+    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=root, env=bare,
                           input=json.dumps([runs, parts._ASK_TORCH]),
                           capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
