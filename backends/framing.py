@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -106,18 +107,22 @@ class FrameIO:
         answers = self._backend.write(requests)
         written = time.perf_counter()
         _expect(answers, pages)
-        stored: dict[int, PageResult] = {}
-        results = []
-        for page, answer in zip(pages, answers, strict=True):
-            if answer.outcome is Outcome.STORED:
-                nbytes = page.payload.nbytes
-                answer = stored.get(nbytes) or stored.setdefault(  # noqa: PLW2901
-                    nbytes, PageResult(Outcome.STORED, nbytes)
-                )
-                self._unreadable.discard((page.object,))
-            elif answer.outcome is Outcome.EXISTS:
-                answer = self._unreadable.get(page.object) or answer  # noqa: PLW2901
-            results.append(answer)
+        if self._unreadable:
+            self._unreadable.discard(
+                page.object
+                for page, answer in zip(pages, answers, strict=True)
+                if answer.outcome is Outcome.STORED
+            )
+            answers = [
+                (answer.outcome is Outcome.EXISTS and self._unreadable.get(page.object)) or answer
+                for page, answer in zip(pages, answers, strict=True)
+            ]
+        results = [
+            _of_payload(Outcome.STORED, page.payload.nbytes)
+            if answer.outcome is Outcome.STORED
+            else answer
+            for page, answer in zip(pages, answers, strict=True)
+        ]
         return Chunk(results, io_s=written - framed, check_s=framed - start)
 
     def _load(self, pages: Sequence[PageIO]) -> Chunk:
@@ -131,16 +136,19 @@ class FrameIO:
         _expect(first, pages)
         answers = self._again(requests, first)
         read = time.perf_counter()
-        loaded: dict[int, PageResult] = {}
-        results: list[PageResult] = []
+        results = [*map(self._check, pages, headers, answers)]
         bad: dict[ObjectId, PageResult] = {}
-        for page, header, answer in zip(pages, headers, answers, strict=False):
-            result = self._check(page, header, answer, loaded)
-            results.append(result)
-            if result.outcome in _BAD:
+        for page, answer, result in zip(pages, answers, results, strict=True):
+            outcome = result.outcome
+            if outcome is Outcome.LOADED:
+                continue
+            if outcome in _BAD:
                 bad[page.object] = result
-            elif answer.outcome is Outcome.MISSING or result.outcome is Outcome.LOADED:
+            elif answer.outcome is Outcome.MISSING:
                 self._unreadable.discard((page.object,))
+        if self._unreadable:
+            loaded = zip(pages, results, strict=True)
+            self._unreadable.discard(p.object for p, r in loaded if r.outcome is Outcome.LOADED)
         chunk = Chunk(results, io_s=read - start, check_s=time.perf_counter() - read)
         if bad:
             chunk.corrupt_deleted = self._replace(bad)
@@ -161,31 +169,26 @@ class FrameIO:
             merged[i] = answer
         return merged
 
-    def _check(
-        self,
-        page: PageIO,
-        header: memoryview,
-        answer: PageResult,
-        loaded: dict[int, PageResult],
-    ) -> PageResult:
-        """What a load of `page` comes to, given the backend's answer; `loaded` by size."""
+    def _check(self, page: PageIO, header: memoryview, answer: PageResult) -> PageResult:
+        """What a load of `page` comes to, given the backend's answer."""
         if answer.outcome is not Outcome.LOADED:
             return answer
-        nbytes = page.payload.nbytes
+        payload = page.payload
+        nbytes = payload.nbytes
         try:
             if answer.nbytes < HEADER_BYTES:
                 raise CorruptFrameError(f"short: {answer.nbytes} of {HEADER_BYTES + nbytes} bytes")
             parsed = parse_header(header)
             if answer.nbytes < HEADER_BYTES + nbytes:
                 raise CorruptFrameError(f"short: {answer.nbytes} of {HEADER_BYTES + nbytes} bytes")
-            verify(parsed, page.object, page.payload)
+            verify(parsed, page.object, payload)
         except ForeignFrameError as error:
             foreign = PageResult(Outcome.ERROR, 0, f"another program's frame is there: {error}")
             self._unreadable.add(page.object, foreign, is_ours=False)
             return PageResult(Outcome.MISSING, 0, str(error))
         except CorruptFrameError as error:
             return failure(error)
-        return loaded.get(nbytes) or loaded.setdefault(nbytes, PageResult(Outcome.LOADED, nbytes))
+        return _of_payload(Outcome.LOADED, nbytes)
 
     def _replace(self, bad: Mapping[ObjectId, PageResult]) -> int:
         """Make room for the right bytes: an existing object would never be overwritten. How many
@@ -228,6 +231,12 @@ _RUN: dict[Operation, Callable[[FrameIO, Any], Chunk]] = {
     Operation.DROP: FrameIO._drop,
 }
 """Not bound to an object: the cycle would keep its buffers, and a descriptor, for a while."""
+
+
+@functools.lru_cache(maxsize=64)
+def _of_payload(outcome: Outcome, nbytes: int) -> PageResult:
+    """Of nearly all pages; they have few sizes."""
+    return PageResult(outcome, nbytes)
 
 
 def _expect(answers: Sequence[object], items: Sequence[object]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvstrata.backends.base import (
     BackendContext,
@@ -43,6 +44,14 @@ _TOLD = {
     "repairs_failed": "copies that could not be made anew",
 }
 """Counts that are a part of the health's message, because they cross to another process so."""
+
+_EXISTS = PageResult(Outcome.EXISTS)
+
+
+@functools.lru_cache(maxsize=16)
+def _moved(outcome: Outcome, nbytes: int) -> PageResult:
+    """Of nearly all pages; they all have one size."""
+    return PageResult(outcome, nbytes)
 
 
 class MooncakeBackend(StorageBackend):
@@ -142,21 +151,19 @@ class MooncakeBackend(StorageBackend):
         if min(codes) < 0:
             bad = [(n, c) for n, c in zip(names, codes, strict=True) if c < 0]
             self._suspect([n for n, c in bad if cause_of(c) is Cause.SEGMENT_LOST])
-        return [
-            PageResult(Outcome.LOADED, code) if code >= 0 else failed_page(code) for code in codes
-        ]
+        return [_moved(Outcome.LOADED, code) if code >= 0 else failed_page(code) for code in codes]
 
     def write(self, requests: Sequence[WriteRequest]) -> list[PageResult]:
         if not requests:
             return []
         link, copies = self.link, self._all_copies
-        claimed = self._claim(requests)
+        mine = self._claim(requests)
         try:
             with link.use() as client:
-                return self._write(client, link.view, copies, requests, claimed)
+                return self._write(client, link.view, copies, requests, mine)
         finally:
             with self._lock:
-                self._writing.difference_update(requests[i].object for i in claimed)
+                self._writing -= set(mine)
 
     def delete(self, objects: Sequence[ObjectId]) -> list[bool]:
         with self.link.use() as client:
@@ -241,15 +248,17 @@ class MooncakeBackend(StorageBackend):
         if self._repair is not None:
             self._repair.sweep()
 
-    def _claim(self, requests: Sequence[WriteRequest]) -> list[int]:
-        """Indices of the pages that nobody else in this process writes now."""
-        claimed = []
+    def _claim(self, requests: Sequence[WriteRequest]) -> dict[ObjectId, int]:
+        """The pages, and the index of each, that nobody else in this process writes now."""
+        mine: dict[ObjectId, int] = {}
+        for i, request in enumerate(requests):
+            mine.setdefault(request.object, i)
+        names = set(mine)  # sets among themselves compute no hash again
         with self._lock:
-            for i, request in enumerate(requests):
-                if request.object not in self._writing:
-                    self._writing.add(request.object)
-                    claimed.append(i)
-        return claimed
+            for name in names & self._writing:
+                del mine[name]
+            self._writing |= names
+        return mine
 
     def _write(
         self,
@@ -257,39 +266,39 @@ class MooncakeBackend(StorageBackend):
         view: View,
         copies: Copies,
         requests: Sequence[WriteRequest],
-        claimed: Sequence[int],
+        mine: Mapping[ObjectId, int],
     ) -> list[PageResult]:
-        results = [PageResult(Outcome.EXISTS)] * len(requests)
-        mine = [requests[i] for i in claimed]
-        suspects = [r.object for r in mine if self._is_suspect(r.object)]
-        copies.remove(client, suspects)  # they lie where nobody can read them
-        there = copies.count(client, [r.object for r in mine])
-        new = [i for i, n in zip(claimed, there, strict=True) if n == 0]
-        short = [
-            request.object
-            for request, n in zip(mine, there, strict=True)
-            if 0 < n < copies.replicas
-        ]
-        stored: list[ObjectId] = []
+        results = [_EXISTS] * len(requests)
+        names = list(mine)
+        if self._suspects:  # they lie where nobody can read them
+            copies.remove(client, [name for name in names if self._is_suspect(name)])
+        there = copies.count(client, names)
+        new = [name for name, n in zip(names, there, strict=True) if n == 0]
+        short = [name for name, n in zip(names, there, strict=True) if 0 < n < copies.replicas]
+        written = [requests[mine[name]].buffers for name in new]
         transfers = self._all_transfers
-        with transfers.spans(client, [requests[i].buffers for i in new]) as spans:
+        with transfers.spans(client, written) as spans:
             for span in spans:
                 span.load()
-            codes = copies.put(client, view, [requests[i].object for i in new], spans)
-        for i, found in zip(new, codes, strict=True):
-            results[i] = self._result(requests[i], found)
-            if results[i].outcome is Outcome.STORED:
-                stored.append(requests[i].object)
+            found = copies.put(client, view, new, spans)
+            sizes = [span.nbytes for span in spans]
+        stored: list[ObjectId] = []
+        for name, codes, nbytes in zip(new, found, sizes, strict=True):
+            result = results[mine[name]] = self._result(codes, nbytes)
+            if result.outcome is Outcome.STORED:
+                stored.append(name)
         self._note_stored(client, copies, view, stored, short)
-        return self._close_chains(client, copies, requests, results)
+        if len(stored) < len(new):
+            return self._close_chains(client, copies, requests, results)
+        return results
 
-    def _result(self, request: WriteRequest, codes: Sequence[int]) -> PageResult:
+    def _result(self, codes: Sequence[int], nbytes: int) -> PageResult:
         """Of a page whose copies were written with `codes`: one is enough."""
         for code in codes:
             if code < 0:
                 self.counts.add(f"put_{cause_of(code).value}")
         if 0 in codes:
-            return PageResult(Outcome.STORED, request.nbytes)
+            return _moved(Outcome.STORED, nbytes)
         if not codes:
             return PageResult(Outcome.UNAVAILABLE, 0, "the store has no segment")
         return failed_page(codes[0])

@@ -143,9 +143,8 @@ class Client:
     def exists(self, keys: list[str]) -> list[bool]:
         """Raises `StorageError` when the master does not answer."""
         codes = list(self._store.batch_is_exist(keys))
-        for code in codes:
-            if code < 0:
-                raise storage_error(code, "existence")
+        if codes and min(codes) < 0:
+            raise storage_error(min(codes), "existence")
         return [code == 1 for code in codes]
 
     def size(self, key: str) -> int:

@@ -85,10 +85,10 @@ class Copies:
 
     def count(self, client: Client, names: Sequence[ObjectId]) -> list[int]:
         """How many copies each page has."""
-        keys = [key for name in names for key in self.keys(name)]
-        found = client.exists(keys) if keys else []
-        step = self.replicas
-        return [sum(found[i : i + step]) for i in range(0, len(found), step)]
+        if not names:
+            return []
+        found = client.exists([key_of(n, copy) for copy in range(self.replicas) for n in names])
+        return [sum(found[i :: len(names)]) for i in range(len(names))]
 
     def put(
         self, client: Client, view: View, names: Sequence[ObjectId], spans: Sequence[Span]
@@ -126,9 +126,12 @@ class Copies:
         pending = list(range(len(names)))
         damaged: list[ObjectId] = []
         for attempt in range(self.replicas):
-            keys = [key_of(names[i], orders[i][attempt]) for i in pending]
+            copies = [orders[i][attempt] for i in pending]
+            keys = [key_of(names[i], copy) for i, copy in zip(pending, copies, strict=True)]
             part, buffers = [spans[i] for i in pending], [lists[i] for i in pending]
             found = self._transfers.get(client, keys, part, buffers)
+            if attempt == 0 and min(found) >= 0 and not any(copies):
+                return found, damaged
             failed = []
             for i, code in zip(pending, found, strict=True):
                 if code >= 0:

@@ -62,10 +62,54 @@ class Memory:
             self.nbytes = 0
 
 
+class Span:
+    """Where the bytes of one request lie for the client: in one piece, or in several.
+
+    `load` before a write, `store` after a read of `nbytes`; then `Spans.release`.
+    """
+
+    __slots__ = ("addresses", "buffers", "is_busy", "is_whole", "nbytes", "sizes", "view")
+
+    def __init__(
+        self,
+        addresses: list[int],
+        sizes: list[int],
+        view: memoryview | None = None,
+        buffers: Sequence[Buffer] = (),
+    ) -> None:
+        self.addresses = addresses
+        self.sizes = sizes
+        self.is_whole = len(addresses) == 1
+        self.nbytes = sum(sizes)
+        self.view = view
+        self.buffers = buffers
+        """Those that are copied from and to `view`."""
+        self.is_busy = False
+        """Of a slot: somebody uses it."""
+
+    def load(self) -> None:
+        at, view = 0, self.view
+        for buffer in self.buffers:
+            assert view is not None
+            end = at + buffer.nbytes
+            view[at:end] = buffer
+            at = end
+
+    def store(self, nbytes: int) -> None:
+        at, view = 0, self.view
+        for buffer in self.buffers:
+            assert view is not None
+            count = min(buffer.nbytes, nbytes - at)
+            if count < 0:
+                return
+            buffer[:count] = view[at : at + count]
+            at += count
+
+
 class FrameWindow:
     """Slots of one header page and one payload, which is a page of a region.
 
-    A slot is made when its payload is seen first, and stays. Any thread.
+    A slot is made when its payload is seen first, and stays. Needs `lock`, but for `memory`.
     """
 
     def __init__(self, regions: Sequence[HostRegion], most_slots: int | None = None) -> None:
@@ -74,57 +118,51 @@ class FrameWindow:
         # Payloads of one page each would need twice their memory; address space costs nothing.
         total = sum(region.nbytes for region in regions)
         self.memory = Memory(2 * total + 2 * _PAGE * len(self._regions) + _PAGE)
-        self._lock = threading.Lock()
-        self._slots: dict[Place, int] = {}
-        """Offset of the header in the window, by payload."""
-        self._busy: set[int] = set()
+        self.lock = threading.Lock()
+        self._slots: dict[Place, Span] = {}
+        """By payload. What a slot's span copies is the header."""
         self._next = 0
         self._is_full = False
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def take(self, payload: Place) -> int | None:
+    def take(self, payload: Place, header: Buffer) -> Span | None:
         """The slot of `payload`, for one user at a time; None: there is none, use pieces."""
-        with self._lock:
-            slot = self._slots.get(payload)
-            if slot is None:
-                slot = self._make(payload)
-            if slot is None or slot in self._busy:
-                return None
-            self._busy.add(slot)
-            return slot
-
-    def give(self, slot: int) -> None:
-        with self._lock:
-            self._busy.discard(slot)
-
-    def header(self, slot: int) -> memoryview:
-        return self.memory.view[slot : slot + HEADER_BYTES]
+        span = self._slots.get(payload)
+        if span is None:
+            span = self._make(payload)
+        if span is None or span.is_busy:
+            return None
+        span.is_busy = True
+        span.buffers = (header,)
+        return span
 
     def check_integrity(self) -> None:
-        with self._lock:
+        with self.lock:
             assert len(self._slots) <= self._most
             assert self._next <= self.memory.nbytes
-            assert self._busy <= set(self._slots.values())
-            spans = sorted((slot, slot + _span(p[2])) for p, slot in self._slots.items())
-            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+            assert all(span.is_busy or not span.buffers for span in self._slots.values())
+            places = sorted((s.addresses[0], _span(p[2])) for p, s in self._slots.items())
+            assert all(at + size <= start for (at, size), (start, _) in itertools.pairwise(places))
 
-    def _make(self, payload: Place) -> int | None:
+    def _make(self, payload: Place) -> Span | None:
         region, offset, nbytes = payload
-        span = _span(nbytes)
+        size = _span(nbytes)
         if self._is_full or offset % _PAGE or len(self._slots) >= self._most:
             return None
-        if self._next + span > self.memory.nbytes:
+        if self._next + size > self.memory.nbytes:
             return None
-        at = self.memory.address + self._next + HEADER_BYTES
+        at = self.memory.address + self._next
         flags = mmap.MAP_SHARED | _MAP_FIXED
-        if _mmap(at, span - HEADER_BYTES, flags, self._regions[region].fd, offset) is None:
+        fd = self._regions[region].fd
+        if _mmap(at + HEADER_BYTES, size - HEADER_BYTES, flags, fd, offset) is None:
             self._is_full = True  # too many mappings, or memory that cannot be mapped in pages
             return None
-        slot, self._next = self._next, self._next + span
-        self._slots[payload] = slot
-        return slot
+        header = self.memory.view[self._next : self._next + HEADER_BYTES]
+        self._next += size
+        span = self._slots[payload] = Span([at], [HEADER_BYTES + nbytes], header)
+        return span
 
 
 def _span(nbytes: int) -> int:
@@ -140,103 +178,52 @@ def _slots_allowed() -> int:
     return allowed // (2 * _MAPS_A_SLOT)
 
 
-class Span:
-    """Where the bytes of one request lie for the client: in one piece, or in several.
-
-    `load` before a write, `store` after a read of `nbytes`; `release` in the end.
-    """
-
-    __slots__ = (
-        "_buffers",
-        "_slot",
-        "_view",
-        "_window",
-        "addresses",
-        "is_whole",
-        "nbytes",
-        "sizes",
-    )
-
-    def __init__(
-        self,
-        addresses: list[int],
-        sizes: list[int],
-        *,
-        buffers: Sequence[Buffer] = (),
-        view: memoryview | None = None,
-        window: FrameWindow | None = None,
-        slot: int = 0,
-    ) -> None:
-        self.addresses = addresses
-        self.sizes = sizes
-        self.is_whole = len(addresses) == 1
-        self.nbytes = sum(sizes)
-        self._buffers = buffers
-        """Those that are copied from and to `view`."""
-        self._view = view
-        self._window = window
-        self._slot = slot
-
-    def load(self) -> None:
-        at = 0
-        for buffer in self._buffers:
-            assert self._view is not None
-            self._view[at : at + buffer.nbytes] = buffer
-            at += buffer.nbytes
-
-    def store(self, nbytes: int) -> None:
-        at = 0
-        for buffer in self._buffers:
-            assert self._view is not None
-            count = min(buffer.nbytes, nbytes - at)
-            if count < 0:
-                return
-            buffer[:count] = self._view[at : at + count]
-            at += count
-
-    def release(self) -> None:
-        if self._window is not None:
-            self._window.give(self._slot)
-            self._window = None
-
-
 class Spans:
-    """Finds the span of each request of a call."""
+    """Finds the spans of a call. Any thread."""
 
     def __init__(self, regions: Sequence[HostRegion], window: FrameWindow | None) -> None:
         self._regions = tuple(regions)
         self._map = RegionMap(regions)
         self._window = window
 
-    def known(self, buffers: Sequence[Buffer]) -> Span | None:
-        """The span of buffers in registered memory, without a copy of payload; None: some lie
-        elsewhere."""
-        places = []
+    def known(self, lists: Sequence[Sequence[Buffer]]) -> list[Span | None]:
+        """The span of each list of buffers in registered memory, without a copy of payload; None
+        where some lie elsewhere."""
+        window, find = self._window, self._map.find
+        if window is None:
+            return [self._pieces(buffers) for buffers in lists]
+        found: list[Span | None] = []
+        with window.lock:
+            for buffers in lists:
+                span = None
+                if len(buffers) == 2 and buffers[0].nbytes == HEADER_BYTES:
+                    payload = find(buffers[1])
+                    if payload is not None:
+                        span = window.take(payload, buffers[0])
+                found.append(span or self._pieces(buffers))
+        return found
+
+    def release(self, spans: Sequence[Span | None]) -> None:
+        """The call is over: others may have the slots."""
+        if self._window is not None:
+            with self._window.lock:
+                for span in spans:
+                    if span is not None:
+                        span.is_busy, span.buffers = False, ()
+
+    def _pieces(self, buffers: Sequence[Buffer]) -> Span | None:
+        addresses, sizes = [], []
         for buffer in buffers:
             place = self._map.find(buffer)
             if place is None:
                 return None
-            places.append(place)
-        window = self._window
-        if window is not None and len(places) == 2 and places[0][2] == HEADER_BYTES:
-            slot = window.take(places[1])
-            if slot is not None:
-                size = HEADER_BYTES + places[1][2]
-                address = window.memory.address + slot
-                return Span(
-                    [address],
-                    [size],
-                    buffers=buffers[:1],
-                    view=window.header(slot),
-                    window=window,
-                    slot=slot,
-                )
-        addresses = [self._regions[region].address + offset for region, offset, _ in places]
-        return Span(addresses, [nbytes for _, _, nbytes in places])
+            region, offset, nbytes = place
+            addresses.append(self._regions[region].address + offset)
+            sizes.append(nbytes)
+        return Span(addresses, sizes)
 
     @staticmethod
     def copied(buffers: Sequence[Buffer], memory: Memory, at: int) -> Span:
         """The span of buffers that lie anywhere: their bytes pass through `memory`."""
         size = sum(buffer.nbytes for buffer in buffers)
-        view = memory.view[at : at + size]
-        return Span([memory.address + at], [size], buffers=buffers, view=view)
+        return Span([memory.address + at], [size], memory.view[at : at + size], buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +16,14 @@ _KEY = re.compile(rf"{PREFIX}/([0-9a-f]{{64}})/([0-9a-f]{{64}})(?:/([1-9]))?")
 
 def key_of(name: ObjectId, copy: int = 0) -> str:
     """The key of a copy. The first has the plain name, so `replicas` can change at any time."""
-    return f"{PREFIX}/{name.name}/{copy}" if copy else f"{PREFIX}/{name.name}"
+    plain = _prefix(name.namespace) + name.key.hex()
+    return f"{plain}/{copy}" if copy else plain
+
+
+@functools.lru_cache(maxsize=64)
+def _prefix(namespace: bytes) -> str:
+    """Of all pages of a namespace; a process knows few."""
+    return f"{PREFIX}/{namespace.hex()}/"
 
 
 def parse_key(key: str) -> tuple[ObjectId, int] | None:

@@ -11,10 +11,14 @@ from kvstrata.backends.base import Buffer, HostRegion
 from kvstrata.backends.mooncake.client import Client
 from kvstrata.backends.mooncake.codes import BAD_PARAMETERS, LEASE_EXPIRED, TRANSFER_FAILED
 from kvstrata.backends.mooncake.memory import FrameWindow, Memory, Span, Spans
+from kvstrata.errors import StorageError
 
 _FIRST_GUESS_BYTES_PER_S = 100e6
 _LEASE_SHARE = 0.5
 _TELLING_BYTES = 1 << 20
+
+
+_Call = Callable[[list[str], Sequence[Span]], list[int]]
 
 
 class Pace:
@@ -76,31 +80,30 @@ class Transfers:
     @contextlib.contextmanager
     def spans(self, client: Client, lists: Sequence[Sequence[Buffer]]) -> Iterator[list[Span]]:
         """A span for each list of buffers."""
-        found = [self._spans.known(buffers) for buffers in lists]
+        found = self._spans.known(lists)
         strangers = [i for i, span in enumerate(found) if span is None]
         sizes = [sum(buffer.nbytes for buffer in lists[i]) for i in strangers]
         try:
-            with scratch(client, sum(sizes)) as memory:
+            with scratch(client, sum(sizes)) if strangers else contextlib.nullcontext() as memory:
                 at = 0
                 for i, size in zip(strangers, sizes, strict=True):
+                    assert memory is not None
                     found[i] = self._spans.copied(lists[i], memory, at)
                     at += size
                 yield [span for span in found if span is not None]
         finally:
-            for span in found:
-                if span is not None:
-                    span.release()
+            self._spans.release(found)
 
     def put(
         self, client: Client, keys: Sequence[str], spans: Sequence[Span], segments: Sequence[str]
     ) -> list[int]:
         """A code each. The spans are loaded."""
 
-        def whole(names: list[str], part: list[Span]) -> list[int]:
+        def whole(names: list[str], part: Sequence[Span]) -> list[int]:
             addresses = [span.addresses[0] for span in part]
             return client.put(names, addresses, [span.nbytes for span in part], segments)
 
-        def pieces(names: list[str], part: list[Span]) -> list[int]:
+        def pieces(names: list[str], part: Sequence[Span]) -> list[int]:
             addresses = [span.addresses for span in part]
             return client.put_parts(names, addresses, [span.sizes for span in part], segments)
 
@@ -115,60 +118,67 @@ class Transfers:
     ) -> list[int]:
         """Bytes that are in the buffers (`lists`, one list a span) now, or a code, each."""
 
-        def whole(names: list[str], part: list[Span]) -> list[int]:
+        def whole(names: list[str], part: Sequence[Span]) -> list[int]:
             addresses = [span.addresses[0] for span in part]
             return client.get(names, addresses, [span.nbytes for span in part])
 
-        def pieces(names: list[str], part: list[Span]) -> list[int]:
+        def pieces(names: list[str], part: Sequence[Span]) -> list[int]:
             addresses = [span.addresses for span in part]
             return client.get_parts(names, addresses, [span.sizes for span in part])
 
         codes = self._run(keys, spans, whole, pieces)
         for i, span in enumerate(spans):
-            if codes[i] == LEASE_EXPIRED:
+            code = codes[i]
+            if code == LEASE_EXPIRED:
                 self._pace.too_slow()
-                codes[i] = self._run([keys[i]], [span], whole, pieces)[0]
-            if codes[i] >= 0:
-                span.store(codes[i])
-            elif _may_be_size(codes[i], span):
-                codes[i] = self._get_other_size(client, keys[i], span, lists[i], codes[i])
+                code = codes[i] = self._run([keys[i]], [span], whole, pieces)[0]
+            if code >= 0:
+                span.store(code)
+            elif _may_be_size(code, span):
+                codes[i] = self._get_other_size(client, keys[i], span, lists[i], code)
         return codes
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
     def _run(
-        self,
-        keys: Sequence[str],
-        spans: Sequence[Span],
-        whole: Callable[[list[str], list[Span]], list[int]],
-        pieces: Callable[[list[str], list[Span]], list[int]],
+        self, keys: Sequence[str], spans: Sequence[Span], whole: _Call, pieces: _Call
     ) -> list[int]:
+        """A code each; those in one piece and those in several go in different calls."""
+        mine = [i for i, span in enumerate(spans) if span.is_whole]
+        if len(mine) == len(spans):
+            return self._calls(keys, spans, whole)
         codes = [0] * len(spans)
-        for call, is_whole in ((whole, True), (pieces, False)):
-            mine = [i for i, span in enumerate(spans) if span.is_whole is is_whole]
-            for part, nbytes in self._parts(spans, mine) if mine else ():
-                start = time.perf_counter()
-                found = call([keys[i] for i in part], [spans[i] for i in part])
-                seconds = time.perf_counter() - start
-                for i, code in zip(part, found, strict=True):
-                    codes[i] = code
-                if min(found) >= 0:
-                    self._pace.moved(nbytes, seconds)
+        rest = [i for i, span in enumerate(spans) if not span.is_whole]
+        for indices, call in ((mine, whole), (rest, pieces)):
+            found = self._calls([keys[i] for i in indices], [spans[i] for i in indices], call)
+            for i, code in zip(indices, found, strict=True):
+                codes[i] = code
         return codes
 
-    def _parts(
-        self, spans: Sequence[Span], indices: Sequence[int]
-    ) -> Iterator[tuple[list[int], int]]:
-        """`indices` in parts that one call may move, each with its bytes."""
-        part: list[int] = []
-        nbytes, limit = 0, self._pace.limit_bytes
-        for i in indices:
-            if part and nbytes + spans[i].nbytes > limit:
-                yield part, nbytes
-                part, nbytes, limit = [], 0, self._pace.limit_bytes
-            part.append(i)
-            nbytes += spans[i].nbytes
-        yield part, nbytes
+    def _calls(self, keys: Sequence[str], spans: Sequence[Span], call: _Call) -> list[int]:
+        """As many calls as it takes."""
+        codes: list[int] = []
+        while (first := len(codes)) < len(spans):
+            end, nbytes = self._part(spans, first)
+            start = time.perf_counter()
+            found = call(list(keys[first:end]), spans[first:end])
+            seconds = time.perf_counter() - start
+            if len(found) != end - first:
+                raise StorageError(f"the client gave {len(found)} codes for {end - first} objects")
+            codes += found
+            if min(found) >= 0:
+                self._pace.moved(nbytes, seconds)
+        return codes
+
+    def _part(self, spans: Sequence[Span], first: int) -> tuple[int, int]:
+        """The end of what one call may move, from `first`, and its bytes."""
+        nbytes, limit = spans[first].nbytes, self._pace.limit_bytes
+        for end in range(first + 1, len(spans)):
+            more = nbytes + spans[end].nbytes
+            if more > limit:
+                return end, nbytes
+            nbytes = more
+        return len(spans), nbytes
 
     def _get_other_size(
         self, client: Client, key: str, span: Span, buffers: Sequence[Buffer], code: int

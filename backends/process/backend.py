@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
 from kvstrata.backends.base import (
     BackendContext,
+    Buffer,
     Health,
     HealthState,
     ObjectId,
@@ -105,24 +105,18 @@ class ProcessBackend(StorageBackend):
 
     def read(self, requests: Sequence[ReadRequest]) -> list[PageResult]:
         memory = CallMemory()
-        pages = [
-            wire.ReadPage(r.object.namespace + r.object.key, self._parts(r.buffers, memory))
-            for r in requests
-        ]
-        return self._move(pages, memory, is_read=True)
+        parts = self._parts([r.buffers for r in requests], memory)
+        names = wire.pack_all([r.object for r in requests])
+        return self._move(memory, wire.Read(names, parts, memory.nbytes), is_read=True)
 
     def write(self, requests: Sequence[WriteRequest]) -> list[PageResult]:
         memory = CallMemory()
-        pages = [
-            wire.WritePage(
-                r.object.namespace + r.object.key,
-                r.parent.namespace + r.parent.key if r.parent is not None else b"",
-                r.depth,
-                self._parts(r.buffers, memory),
-            )
-            for r in requests
-        ]
-        return self._move(pages, memory, is_read=False)
+        parts = self._parts([r.buffers for r in requests], memory)
+        names = wire.pack_all([r.object for r in requests])
+        parents = [b"" if r.parent is None else wire.pack(r.parent) for r in requests]
+        depths = [r.depth for r in requests]
+        request = wire.Write(names, parts, parents, depths, memory.nbytes)
+        return self._move(memory, request, is_read=False)
 
     def scan(self, namespace: bytes | None = None) -> Iterator[StoredObject]:
         child = self._up()
@@ -173,17 +167,21 @@ class ProcessBackend(StorageBackend):
         assert isinstance(answer, wire.Flags)
         return answer.flags
 
-    def _parts(self, buffers: Sequence[memoryview], memory: CallMemory) -> tuple[wire.Part, ...]:
-        find = self._regions.find
-        return tuple([find(buffer) or memory.place(buffer) for buffer in buffers])
+    def _parts(self, lists: Sequence[Sequence[Buffer]], memory: CallMemory) -> wire.Parts:
+        find, numbers = self._regions.find, list[int]()
+        for buffers in lists:
+            for buffer in buffers:
+                numbers += find(buffer) or memory.place(buffer)
+        return wire.Parts([len(buffers) for buffers in lists], numbers)
 
-    def _move(self, pages: list[Any], memory: CallMemory, *, is_read: bool) -> list[PageResult]:
+    def _move(
+        self, memory: CallMemory, request: wire.Read | wire.Write, *, is_read: bool
+    ) -> list[PageResult]:
         child = self._up()
         try:
             start = time.perf_counter()
             memory.make(copy_in=not is_read)
             copied = time.perf_counter() - start
-            request = (wire.Read if is_read else wire.Write)(pages, memory.nbytes)
             answer = child.ask(child.data, request, [memory.fd] if memory.fd >= 0 else ())
             assert isinstance(answer, wire.Results)
             if is_read and memory.fd >= 0:

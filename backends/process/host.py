@@ -17,8 +17,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -44,8 +43,6 @@ _PR_SET_PDEATHSIG = 1
 _MOST_LIKELY_OOM = "900"
 
 logger = logging.getLogger(__name__)
-
-Parts = Sequence[wire.Part]
 
 
 class Host:
@@ -138,20 +135,15 @@ class Host:
         backend = self.backend
         match request:
             case wire.Read():
-                buffers = self._buffers_of(fds, request.call_bytes)
-                reads = [ReadRequest(wire.unpack(p.name), buffers(p.parts)) for p in request.pages]
+                lists = self._buffers(request.parts, fds, request.call_bytes)
+                names = wire.unpack_all(request.names)
+                reads = [*map(ReadRequest, names, lists)]
                 return wire.pack_results(backend.read(reads))
             case wire.Write():
-                buffers = self._buffers_of(fds, request.call_bytes)
-                writes = [
-                    WriteRequest(
-                        wire.unpack(p.name),
-                        wire.unpack(p.parent) if p.parent else None,
-                        p.depth,
-                        buffers(p.parts),
-                    )
-                    for p in request.pages
-                ]
+                lists = self._buffers(request.parts, fds, request.call_bytes)
+                names = wire.unpack_all(request.names)
+                parents = [wire.unpack(parent) if parent else None for parent in request.parents]
+                writes = [*map(WriteRequest, names, parents, request.depths, lists)]
                 return wire.pack_results(backend.write(writes))
             case wire.Exists():
                 return wire.Flags([*map(bool, backend.exists(wire.unpack_all(request.names)))])
@@ -170,17 +162,16 @@ class Host:
                 return wire.Done()
         raise StorageError(f"{type(request).__name__} is not for here")
 
-    def _buffers_of(self, fds: list[int], nbytes: int) -> Callable[[Parts], tuple[Buffer, ...]]:
-        """What makes buffers of parts. The memory of the call, if it has one, is unmapped when the
-        last buffer is gone."""
+    def _buffers(self, parts: wire.Parts, fds: list[int], nbytes: int) -> list[tuple[Buffer, ...]]:
+        """The buffers of each page. The memory of the call, if it has one, is unmapped when the
+        last of them is gone."""
         views = [region.view for region in self._regions]
         if fds:
             views.append(memoryview(mmap.mmap(fds[0], nbytes)))  # CALL_REGION is the last
-        return partial(_buffers, views)
-
-
-def _buffers(views: Sequence[memoryview], parts: Parts) -> tuple[Buffer, ...]:
-    return tuple([views[region][offset : offset + n] for region, offset, n in parts])
+        numbers = iter(parts.numbers)
+        triples = zip(numbers, numbers, numbers, strict=True)
+        buffers = (views[region][offset : offset + n] for region, offset, n in triples)
+        return [tuple(islice(buffers, count)) for count in parts.counts]
 
 
 def _objects(scan: Iterator[StoredObject]) -> wire.Objects:

@@ -5,6 +5,7 @@ Payloads do not cross: a buffer is a region of shared memory, an offset and a le
 
 from __future__ import annotations
 
+import functools
 import socket
 import struct
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,15 @@ Part = tuple[int, int, int]
 """Index of a region, offset, number of bytes."""
 
 
+class Parts(msgspec.Struct, frozen=True, array_like=True):
+    """The buffers of many pages, without an object a page: that is dear."""
+
+    counts: list[int]
+    """How many parts each page has."""
+    numbers: list[int]
+    """Of each `Part`, one after the other."""
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages."""
 
@@ -55,27 +65,19 @@ class Delete(Message, frozen=True, array_like=True, tag=True):
     names: bytes
 
 
-class ReadPage(msgspec.Struct, frozen=True, array_like=True):
-    name: bytes
-    parts: tuple[Part, ...]
-
-
-class WritePage(msgspec.Struct, frozen=True, array_like=True):
-    name: bytes
-    parent: bytes
-    """b"" for none."""
-    depth: int
-    parts: tuple[Part, ...]
-
-
 class Read(Message, frozen=True, array_like=True, tag=True):
-    pages: list[ReadPage]
+    names: bytes
+    parts: Parts
     call_bytes: int = 0
     """Size of the call's own memory, if a descriptor comes with it."""
 
 
 class Write(Message, frozen=True, array_like=True, tag=True):
-    pages: list[WritePage]
+    names: bytes
+    parts: Parts
+    parents: list[bytes]
+    """b"" for none."""
+    depths: list[int]
     call_bytes: int = 0
 
 
@@ -114,7 +116,11 @@ class Flags(Message, frozen=True, array_like=True, tag=True):
 
 
 class Results(Message, frozen=True, array_like=True, tag=True):
-    pages: list[tuple[Outcome, int, str]]
+    """In order; a message only where there is one."""
+
+    outcomes: list[Outcome]
+    nbytes: list[int]
+    messages: dict[int, str] = {}
 
 
 class UsageIs(Message, frozen=True, array_like=True, tag=True):
@@ -248,12 +254,30 @@ def text(message: str) -> str:
     return message[:MAX_TEXT].encode(errors="backslashreplace").decode()
 
 
-def pack_results(pages: Iterable[PageResult]) -> Results:
-    return Results([(page.outcome, page.nbytes, text(page.message)) for page in pages])
+def pack_results(pages: Sequence[PageResult]) -> Results:
+    return Results(
+        [page.outcome for page in pages],
+        [page.nbytes for page in pages],
+        {i: text(page.message) for i, page in enumerate(pages) if page.message},
+    )
 
 
 def unpack_results(message: Results) -> list[PageResult]:
-    return [PageResult(*page) for page in message.pages]
+    """Raises ValueError when it contradicts itself."""
+    pages = [*map(_plain_result, message.outcomes, message.nbytes)]
+    if len(message.outcomes) != len(message.nbytes):
+        raise ValueError("results of different numbers")
+    for i, words in message.messages.items():
+        if not 0 <= i < len(pages):
+            raise ValueError(f"a message for page {i} of {len(pages)}")
+        pages[i] = PageResult(pages[i].outcome, pages[i].nbytes, words)
+    return pages
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_result(outcome: Outcome, nbytes: int) -> PageResult:
+    """Most pages of a backend end alike."""
+    return PageResult(outcome, nbytes)
 
 
 def unpack_health(message: HealthIs) -> Health:

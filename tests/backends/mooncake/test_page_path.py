@@ -34,7 +34,7 @@ def test_the_payload_of_a_slot_is_the_page_itself(make_staging) -> None:
     headers, staging = make_staging(4, HEADER_BYTES), make_staging(4, 65536)
     window = FrameWindow((headers.region, staging.region))
     spans = Spans((headers.region, staging.region), window)
-    span = spans.known((headers.page(1), staging.page(2)))
+    span = spans.known([(headers.page(1), staging.page(2))])[0]
     assert span.is_whole
     assert span.sizes == [HEADER_BYTES + 65536]
     at = span.addresses[0] - window.memory.address + HEADER_BYTES
@@ -43,20 +43,26 @@ def test_the_payload_of_a_slot_is_the_page_itself(make_staging) -> None:
     window.memory.view[at + 65535 :][:1] = b"!"
     assert bytes(staging.page(2)[-1:]) == b"!"
     window.check_integrity()
-    second = spans.known((headers.page(2), staging.page(2)))
+    second = spans.known([(headers.page(2), staging.page(2))])[0]
     assert not second.is_whole, "a slot has one user at a time: the other goes in pieces"
-    span.release()
-    assert spans.known((headers.page(2), staging.page(2))).is_whole
+    spans.release([span, second])
+    assert spans.known([(headers.page(2), staging.page(2))])[0].is_whole
+    window.check_integrity()
 
 
 def test_a_window_that_is_full_leaves_pieces(make_staging) -> None:
     headers, staging = make_staging(4, HEADER_BYTES), make_staging(4, 65536)
     regions = (headers.region, staging.region)
     spans = Spans(regions, FrameWindow(regions, most_slots=1))
-    assert spans.known((headers.page(0), staging.page(0))).is_whole
-    pieces = spans.known((headers.page(1), staging.page(1)))
+    lists = [
+        (headers.page(0), staging.page(0)),
+        (headers.page(1), staging.page(1)),
+        (memoryview(bytearray(10)), staging.page(1)),
+    ]
+    whole, pieces, stranger = spans.known(lists)
+    assert whole.is_whole
     assert pieces.sizes == [HEADER_BYTES, 65536]
-    assert spans.known((memoryview(bytearray(10)), staging.page(1))) is None
+    assert stranger is None
 
 
 def test_pieces_and_other_sizes(shared, make_pages, make_staging) -> None:
