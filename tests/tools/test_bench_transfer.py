@@ -26,7 +26,7 @@ REPORT = TransferReport(
     ],
     costs=[Cost("8B", "kvstrata", "D2H", "decode-like", 1.05, 1.0)],
     wall=[Rate("8B", "RuntimeInterface", "D2H", 52.0, 0.945, 0.0)],
-    loops=[Loop("a graph a step", "kvstrata, D2H", 2.5, 41.0)],
+    loops=[Loop("a graph a step", "kvstrata, D2H", 1.25, 2.5, 2.1, 41.0)],
     first_group_share={"first group": 0.0625},
     verified={"8B D2H": True, "8B H2D": False},
 )
@@ -53,7 +53,16 @@ def test_tables_show_every_figure() -> None:
     for table in tables(REPORT):
         console.print(table)
     text = console.export_text()
-    for figure in ("0.989", "x1.050", "0.945", "2.50 %", "0.0625", "1 of 2 right", "54.4"):
+    for figure in (
+        "0.989",
+        "x1.050",
+        "0.945",
+        "2.50 %",
+        "2.10 %",
+        "0.0625",
+        "1 of 2 right",
+        "54.4",
+    ):
         assert figure in text
     assert msgspec.json.decode(msgspec.json.encode(REPORT), type=TransferReport) == REPORT
 

@@ -24,7 +24,7 @@ from kvstrata.tools.bench.transfer_wall import DecodeLoop, Wall, loop_beside
 GATE_CYCLES = 60_000_000
 LAYER_GROUPS = 16
 BURST_PAGES = 64
-LOOP_STEPS = 250
+LOOP_S = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A decode loop that is launched from Python, beside transfers of another thread."""
+    """A decode loop that is launched from Python, beside transfers of another thread. On the GPU
+    alone those would cost it `gpu_percent`, by `Cost`."""
 
     loop: str
     transfers: str
+    alone_ms: float
     loss_percent: float
+    gpu_percent: float
     gib_per_s: float
 
 
@@ -220,7 +223,7 @@ def _wall(report: TransferReport, geometry: Geometry, nbytes: int, repeats: int,
         }
         _wall_rates(report, wall, geometry.label, moves, repeats)
         if not report.loops:
-            _loops(report, moves, wall.nbytes, repeats)
+            _loops(report, geometry.label, moves, wall.nbytes, repeats)
     finally:
         wall.close()
 
@@ -263,25 +266,42 @@ def _wall_rates(
 
 
 def _loops(
-    report: TransferReport, moves: dict[str, Callable[[], float]], nbytes: int, repeats: int
+    report: TransferReport,
+    label: str,
+    moves: dict[str, Callable[[], float]],
+    nbytes: int,
+    repeats: int,
 ) -> None:
-    loop = DecodeLoop()
-    loops = {"80 launches a step": loop.launched, "a graph a step": loop.replayed}
-    tasks: dict[str, Callable[[], int]] = {
-        "kvstrata, D2H": lambda: nbytes if moves["D2H"]() else 0,
-        "plain copies, D2H": _plain_copies(out=True),
-        "kvstrata, H2D": lambda: nbytes if moves["H2D"]() else 0,
-        "plain copies, H2D": _plain_copies(out=False),
+    small, large = DecodeLoop(8192), DecodeLoop(28672)
+    loops = {
+        "80 launches a step, which take longer than the GPU": small.launched,
+        "80 launches a step, GPU-bound": large.launched,
+        "a graph a step": small.replayed,
     }
-    rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for _ in range(repeats):
+    tasks: dict[tuple[str, str], Callable[[], int]] = {
+        ("kvstrata", "D2H"): lambda: nbytes if moves["D2H"]() else 0,
+        ("contiguous", "D2H"): _plain_copies(out=True),
+        ("kvstrata", "H2D"): lambda: nbytes if moves["H2D"]() else 0,
+        ("contiguous", "H2D"): _plain_copies(out=False),
+    }
+    extra = {
+        (cost.method, cost.way): cost.extra_ms_per_gib
+        for cost in report.costs
+        if (cost.geometry, cost.work) == (label, "decode-like")
+    }
+    rows: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {}
+    for turn in range(repeats + 1):
         for kind, steps in loops.items():
-            for name, again in tasks.items():
-                beside = loop_beside(steps, again, LOOP_STEPS)
-                rows.setdefault((kind, name), []).append((beside.loss_percent, beside.gib_per_s))
-    for (kind, name), measured in rows.items():
-        loss, rate = medians(measured)
-        report.loops.append(Loop(kind, name, loss, rate))
+            count = max(1, int(LOOP_S / steps(5)))
+            for task, again in tasks.items():
+                beside = loop_beside(steps, again, count)
+                if turn:  # the first one warms up
+                    row = (beside.alone_ms, beside.loss_percent, beside.gib_per_s)
+                    rows.setdefault((kind, *task), []).append(row)
+    for (kind, method, way), measured in rows.items():
+        alone_ms, loss, rate = medians(measured)
+        gpu = extra[method, way] * rate / 10  # ms a GiB and GiB a second make percent
+        report.loops.append(Loop(kind, f"{method}, {way}", alone_ms, loss, gpu, rate))
 
 
 def _plain_copies(*, out: bool) -> Callable[[], int]:

@@ -34,10 +34,12 @@ def tables(report: TransferReport) -> Iterator[Table]:
     for rate in report.wall:
         table.add_row(rate.geometry, rate.way, f"{rate.gb_per_s:.1f}", f"{rate.share:.3f}")
     yield table
-    table = Table("loop", "beside", "loss", "GiB/s", title="a decode loop of Python, wall time")
+    title = "a decode loop of Python, wall time"
+    table = Table("loop", "ms a step", "beside", "loss", "GPU's part", "GiB/s", title=title)
     for loop in report.loops:
+        losses = (f"{loop.loss_percent:.2f} %", f"{loop.gpu_percent:.2f} %")
         table.add_row(
-            loop.loop, loop.transfers, f"{loop.loss_percent:.2f} %", f"{loop.gib_per_s:.1f}"
+            loop.loop, f"{loop.alone_ms:.2f}", loop.transfers, *losses, f"{loop.gib_per_s:.1f}"
         )
     yield table
     table = Table("what", "figure", title="and")
