@@ -142,6 +142,7 @@ def test_broken_rows_are_found(
 # ── many at once ─────────────────────────────────────────────────────────────────────────────────
 
 MANY = 1500
+"""More than the interpreter's stack is deep. So many are not traced by coverage."""
 
 
 def single_pages(rig: Rig, prompt: Prompt) -> list[Extents]:
@@ -149,6 +150,7 @@ def single_pages(rig: Rig, prompt: Prompt) -> list[Extents]:
     return [slice_extents(pages, i, i + 1) for i in range(prompt.full_pages)]
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("end", ["normally", "late", "closed", "cancelled"])
 def test_a_long_queue_of_stores_ends_in_a_loop(bench: Bench, end: str) -> None:
     """One after the other, however it ends: the stack does not grow with the queue."""
@@ -179,6 +181,7 @@ def test_a_long_queue_of_stores_ends_in_a_loop(bench: Bench, end: str) -> None:
     rig.backend.writes.open()
 
 
+@pytest.mark.no_cover
 def test_a_long_queue_of_loads_ends_in_a_loop(bench: Bench) -> None:
     rig = bench(host_pages=8)
     prompt = rig.prompt(16)

@@ -352,6 +352,7 @@ class TreeMachine(RuleBasedStateMachine):
 TestTreeAgainstModel = TreeMachine.TestCase
 
 
+@pytest.mark.no_cover  # the short walks have been everywhere
 @pytest.mark.parametrize("walk", range(40))
 def test_long_walk(walk: int, seed: int) -> None:
     """200 operations each; most of them in a tree that is full."""

@@ -26,6 +26,7 @@ def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread, here and in processes: kernels this small only lose by a second one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # what runs there runs here too
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
