@@ -15,7 +15,7 @@ LIBRARIES_READY = $(BIN)/python -c "import ctypes; [ctypes.CDLL(f'lib{n}.so.1') 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format replay-mooncake soak replay-full gpu $(addprefix gpu-,correct order model sanitize bench) clean
+.PHONY: help setup run test check format replay-mooncake soak replay-full gpu $(addprefix gpu-,correct control order model sanitize bench) clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -75,11 +75,14 @@ replay-full: setup ## Replay a whole trace in each replay configuration (TRACE=â
 GPU_PYTHON ?= $(BIN)/python
 
 GPU_OUT    ?= var/gpu
-GPU_PARTS  := correct order model sanitize bench
+GPU_PARTS  := correct control order model sanitize bench
 RUN_PART    = PYTHONPATH=src $(GPU_PYTHON) tests/gpu_parts.py --out $(GPU_OUT)
 
 gpu-correct: ## What needs a GPU: bytes, plans, order (GPU_PYTHON=python3 uses another Python)
 	$(RUN_PART) run correct
+
+gpu-control: ## The whole suite of control on a GPU
+	$(RUN_PART) run control
 
 gpu-order: ## 1,000 rounds with slow kernels under memory pressure
 	$(RUN_PART) run order

@@ -30,20 +30,23 @@ ORDER = "thousand_rounds or slow_kernel"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-c", "tests/gpu.ini", "--rootdir=.", "-m", "cuda",
           "-p", "no:cacheprovider"]  # fmt: skip
 MARK = re.compile(r"^(@|    )pytest\.mark\.cuda", re.MULTILINE)
+CONTROL = re.compile(r"\bmake_small\b")
+"""Tests of control: they run on every kind of runtime, a GPU's among them."""
 
 
-def marked(*patterns: str) -> list[str]:
-    """Files of the checkout that have tests marked `cuda`: so the others need not be imported."""
+def having(mark: re.Pattern[str], *patterns: str) -> list[str]:
+    """Files of the checkout with tests that need a GPU: so the others need not be imported."""
     root = Path(__file__).resolve().parents[1]
     files = sorted(file for pattern in patterns for file in root.glob(pattern))
-    return [str(f.relative_to(root)) for f in files if MARK.search(f.read_text())]
+    return [str(f.relative_to(root)) for f in files if mark.search(f.read_text())]
 
 
 TESTS: dict[str, list[str]] = {
-    "correct": [*marked("tests/gpu_runtime/test_*.py", "tests/tiers/test_*.py"),
+    "correct": [*having(MARK, "tests/gpu_runtime/test_*.py", "tests/tiers/test_*.py"),
                 "-k", f"not ({ORDER})"],
+    "control": [f for f in having(CONTROL, "tests/tiers/test_*.py") if "cuda" not in f],
     "order": ["tests/tiers/test_cuda_order.py", "-k", ORDER],
-    "model": marked("tests/gpu_runtime/hf/test_*.py", "tests/tools/test_*.py"),
+    "model": having(MARK, "tests/gpu_runtime/hf/test_*.py", "tests/tools/test_*.py"),
 }  # fmt: skip
 """Part → what pytest runs of the tests that are marked `cuda`."""
 SANITIZED = {

@@ -52,7 +52,9 @@ def test_a_part_finds_its_tests(parts: ModuleType, root: Path, bare: dict[str, s
     """Every test that is marked `cuda` is in exactly one part, also without any plugin; and torch
     has what it is asked for."""
     assert parts.PYTEST[1:3] == ["-m", "pytest"]
-    chosen = [*parts.TESTS.values(), parts.marked("tests/**/test_*.py")]
+    marks = (parts.MARK, parts.CONTROL)
+    everything = sorted({f for mark in marks for f in parts.having(mark, "tests/**/test_*.py")})
+    chosen = [*parts.TESTS.values(), everything]
     chosen += [[*parts.SANITIZED_FILES, "-k", choice] for choice in parts.SANITIZED.values()]
     runs = [[*parts.PYTEST[3:], "--collect-only", *tests] for tests in chosen]
     done = subprocess.run([sys.executable, "-c", COLLECT], cwd=root, env=bare,

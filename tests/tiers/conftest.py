@@ -2,8 +2,8 @@
 
 Each test that takes `make_small` runs on every kind of runtime (`KINDS`), unless it is marked
 `cuda`: on the CPU device as it is; "hostile", with page numbers and stamps without any order, and
-freed pages that come back at once, last, or at random; and "simulated", on a device that reorders
-whatever events leave free.
+freed pages that come back at once, last, or at random; "simulated", on a device that reorders
+whatever events leave free; and on a GPU, where there is one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvstrata.backends import (
     BackendContext,
@@ -61,6 +62,13 @@ KV = ComponentSpec("kv", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16")
 INDEX = ComponentSpec("index", layers=1, kv_heads=1, head_dim=24, dtype="uint8")
 NAMESPACE = bytes(range(32))
 KINDS = ("cpu", "hostile", "simulated")
+ON_GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    ],
+)
 
 
 class Gate:
@@ -246,7 +254,14 @@ MakeSmall = Callable[..., Small]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "runtime_kind" in metafunc.fixturenames:
         on_gpu = any(mark.name == "cuda" for mark in metafunc.definition.iter_markers())
-        metafunc.parametrize("runtime_kind", KINDS[:1] if on_gpu else KINDS, indirect=True)
+        kinds = KINDS[:1] if on_gpu else (*KINDS, ON_GPU)
+        metafunc.parametrize("runtime_kind", kinds, indirect=True)
+
+
+def cuda_device(timeline: Timeline) -> Device:
+    from kvstrata.gpu_runtime.cuda import CudaDevice
+
+    return CudaDevice(timeline)
 
 
 @dataclass(eq=False)
@@ -260,6 +275,8 @@ class RuntimeKind:
     def options(self) -> dict[str, Any]:
         if self.name == "cpu":
             return {}
+        if self.name == "cuda":
+            return {"make_device": cuda_device}
         rng, made = self.rng, {}
         if self.name == "simulated":
             turns = Turns(rng.getrandbits(32), background=True)
@@ -383,3 +400,9 @@ def make_small(runtime_kind: RuntimeKind) -> Iterator[MakeSmall]:
 @pytest.fixture
 def gated_runner() -> GatedRunner:
     return GatedRunner()
+
+
+@pytest.fixture
+def on_gpu() -> Callable[[Timeline], Device]:
+    """`make_device` of a GPU."""
+    return cuda_device

@@ -31,12 +31,6 @@ def pages(*names: int) -> list[int]:
     return [name * PAGE + i for name in names for i in range(PAGE)]
 
 
-def cuda_device(timeline: Any) -> Any:
-    from kvstrata.gpu_runtime.cuda import CudaDevice
-
-    return CudaDevice(timeline)
-
-
 def plant_slow_copies(small: Any, rng: random.Random, cycles: int) -> None:
     """Spin on the streams of copies before (and after) the bytes move, at random."""
     device = small.runtime.core.device
@@ -75,14 +69,12 @@ def slow_runner(gated_runner: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["cache", "buffer_only"])
 def test_a_thousand_rounds_under_memory_pressure(
-    make_small: Any, slow_runner: Any, mode: str, seed: int
+    make_small: Any, on_gpu: Any, slow_runner: Any, mode: str, seed: int
 ) -> None:
     """B052, B053, B054: slow kernels before reads, before writes, and around copies; tiny tiers,
     so that every page is reused at once. A missing wait shows as a wrong byte."""
     rng = random.Random(seed)
-    small = make_small(
-        l1=24, l2=12, mode=mode, max_batch=3, make_device=cuda_device, runner=slow_runner
-    )
+    small = make_small(l1=24, l2=12, mode=mode, max_batch=3, make_device=on_gpu, runner=slow_runner)
     slow_runner.cycles = 400_000
     plant_slow_copies(small, rng, 400_000)
     prompts = [
@@ -100,8 +92,8 @@ def test_a_thousand_rounds_under_memory_pressure(
 
 
 @pytest.mark.parametrize("mode", ["cache", "buffer_only"])
-def test_hits_from_each_tier(make_small: Any, mode: str) -> None:
-    small = make_small(mode=mode, make_device=cuda_device)
+def test_hits_from_each_tier(make_small: Any, on_gpu: Any, mode: str) -> None:
+    small = make_small(mode=mode, make_device=on_gpu)
     prompt = pages(1, 2, 3, 4, 5)
     small.ask([*prompt, 1])
     assert small.hits(small.ask([*prompt, 2])) == (5, 0, 0)
@@ -112,18 +104,18 @@ def test_hits_from_each_tier(make_small: Any, mode: str) -> None:
     small.check_no_leak()
 
 
-def test_backup_waits_for_a_slow_kernel(make_small: Any, slow_runner: Any) -> None:
+def test_backup_waits_for_a_slow_kernel(make_small: Any, on_gpu: Any, slow_runner: Any) -> None:
     """B052: the kernel that writes the pages spins; the backup holds the new bytes all the same."""
-    small = make_small(make_device=cuda_device, runner=slow_runner)
+    small = make_small(make_device=on_gpu, runner=slow_runner)
     slow_runner.cycles = SPIN
     small.ask(pages(1, 2, 3))
     small.drop_tier(Tier.L1)
     assert small.hits(small.ask([*pages(1, 2, 3), 1]))[1] == 3
 
 
-def test_copies_run_beside_compute(make_small: Any) -> None:
+def test_copies_run_beside_compute(make_small: Any, on_gpu: Any) -> None:
     """The H2D of batch N+1 runs before the compute of N has ended, on the GPU's own clock."""
-    small = make_small(max_batch=1, make_device=cuda_device)
+    small = make_small(max_batch=1, make_device=on_gpu)
     small.ask(pages(1, 2, 3))
     small.drop_tier(Tier.L1)
     small.runner.gate.shut()
@@ -155,10 +147,10 @@ def test_replay_on_the_gpu(tmp_path: Path) -> None:
         assert (second.page_hits, second.pages_mismatched) == (575, 0)
 
 
-def test_sequence_of_runtimes_leaves_the_gpu_usable(make_small: Any) -> None:
+def test_sequence_of_runtimes_leaves_the_gpu_usable(make_small: Any, on_gpu: Any) -> None:
     """Pinned memory is registered and given back each time."""
     for _ in range(3):
-        small = make_small(make_device=cuda_device)
+        small = make_small(make_device=on_gpu)
         small.ask(pages(1, 2))
         small.runtime.close(10)
         assert torch.cuda.is_available()

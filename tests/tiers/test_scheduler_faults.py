@@ -150,16 +150,16 @@ def test_a_failed_copy_is_computed_again(make_small: Any, monkeypatch: Any) -> N
     small = make_small()
     small.ask(pages(1, 2, 3))
     small.drop_tier(Tier.L1)
-    pool = small.runtime.core.pools["kv"]
-    real = pool.scatter
+    device = small.runtime.core.device
+    real = device.copy_in
     failures = [OSError("planted")]
 
-    def scatter(*args: Any) -> None:
+    def copy_in(copy: Any) -> None:
         if failures:
             raise failures.pop()
-        real(*args)
+        real(copy)
 
-    monkeypatch.setattr(pool, "scatter", scatter)
+    monkeypatch.setattr(device, "copy_in", copy_in)
     result = small.ask(pages(1, 2, 3))
     assert result.state is RequestState.FINISHED
     assert small.scheduler.counters["needs_recompute"] == 1
@@ -171,17 +171,17 @@ def test_a_failed_copy_with_the_next_chunk_under_way(make_small: Any, monkeypatc
     small = make_small(chunk_tokens=PAGE)
     small.ask(pages(1, 2, 3))
     small.drop_tier(Tier.L1)
-    pool = small.runtime.core.pools["kv"]
-    real = pool.scatter
+    device = small.runtime.core.device
+    real = device.copy_in
     enqueued = threading.Event()
 
-    def scatter(*args: Any) -> None:
+    def copy_in(copy: Any) -> None:
         if not enqueued.is_set():
             assert enqueued.wait(20)
             raise OSError("planted")
-        real(*args)
+        real(copy)
 
-    monkeypatch.setattr(pool, "scatter", scatter)
+    monkeypatch.setattr(device, "copy_in", copy_in)
     batches = small.scheduler.calls["execute_batch"]
     request_id = small.submit(pages(1, 2, 3, 4, 5), max_new_tokens=3)
     small.step_until(lambda: small.scheduler.calls["execute_batch"] == batches + 2)
