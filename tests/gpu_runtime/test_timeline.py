@@ -56,6 +56,7 @@ def test_nothing_moved_yet() -> None:
     assert timeline.totals()["compute"].busy_s == 5.0
 
 
+@pytest.mark.no_cover
 def test_memory_stays_the_same_however_long_it_runs() -> None:
     timeline = Timeline()
     for i in range(3 * Timeline.HISTORY):

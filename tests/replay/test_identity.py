@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-REQUESTS = ("--requests", "24")
+REQUESTS = ("--requests", "12")
 
 OTHERS = {
     "revision": ['namespace.revision="2"'],
@@ -35,7 +35,7 @@ def test_another_namespace_finds_nothing(kvstrata: Any, store: Any, small: Any) 
         sets = ("pools.pages=600", *sets)
         running = kvstrata.replay("local", small, store, *REQUESTS, sets=sets, env=env)
         report: dict[str, Any] = running.wait().ok()
-        assert report["page_hits"] + report["duplicates_in_flight"] >= small.hits(first=24)
+        assert report["page_hits"] + report["duplicates_in_flight"] >= small.hits(first=12)
         return report
 
     first = replay()

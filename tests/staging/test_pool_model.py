@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -331,5 +332,6 @@ class PoolWithStoresMachine(PoolMachine):
 
 TestPool = PoolMachine.TestCase
 TestPoolWithStores = PoolWithStoresMachine.TestCase
+TestPool.pytestmark = [pytest.mark.no_cover]  # the other one goes through the same lines
 TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPoolWithStores.settings = TestPool.settings

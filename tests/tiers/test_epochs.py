@@ -82,6 +82,7 @@ def test_the_change_meets_everything_under_way(make_small: Any, mode: str) -> No
     assert small.runner.weights == b"weights 1"
 
 
+@pytest.mark.no_cover
 @BOTH
 def test_weights_change_again_and_again_under_load(make_small: Any, mode: str, seed: int) -> None:
     """Small tiers, shared prefixes, decodes: the runner notices KV of two weights in one

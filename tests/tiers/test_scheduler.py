@@ -47,6 +47,7 @@ PROMPTS = st.lists(
 )
 
 
+@pytest.mark.no_cover
 @BOTH
 @settings(
     max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None

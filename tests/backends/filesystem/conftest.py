@@ -157,6 +157,8 @@ class Child:
     def __init__(self, command: str, prefix: Sequence[str] = (), **options: Any) -> None:
         here = Path(__file__).resolve()
         environment = {**os.environ, "PYTHONPATH": str(here.parents[3] / "src")}
+        if command == "store_for_ever":  # it is killed: what it covers is lost with it
+            environment.pop("COVERAGE_PROCESS_CONFIG", None)
         self.process = subprocess.Popen(
             [
                 *prefix,

@@ -287,11 +287,11 @@ def test_a_leak_beside_evictions(open_hostile, make_pages) -> None:
 def test_restarts_that_fail(open_hostile, how: str, tmp_path: Path) -> None:
     """A restart that is answered with half a message, or by nobody, is given up; what comes then
     takes ever longer."""
-    backend = open_hostile(how, open_deadline_s=1.0, restart_delay_s=0.1)
+    backend = open_hostile(how, open_deadline_s=0.5, restart_delay_s=0.05)
     begin = time.monotonic()
     backend.kill("a test")
     opens = tmp_path / "once.opens"
-    threading.Event().wait(3.0)
+    threading.Event().wait(1.5)
     (tmp_path / "once").unlink()
     assert backend.wait_up(WAIT_S)
     assert in_time(backend.usage).objects == 0
