@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvstrata.backends import JobResult, ObjectId, PageIO
@@ -132,7 +132,7 @@ def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
     """A copy cut into slices of `most_bytes`, or of one page where that is more."""
     most = max(1, most_bytes * len(copy.pages) // copy.nbytes)
     return [
-        replace(copy, pages=copy.pages[at:end], slots=copy.slots[at:end])
+        PageCopy(copy.memory, copy.pages[at:end], copy.host, copy.slots[at:end], copy.part)
         for at, end in chunks_of(len(copy.pages), most)
     ]
 

@@ -15,6 +15,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -318,11 +319,14 @@ def pages_of_runs(runs: tuple[PageRun, ...]) -> Pages:
     return _expanded(*_columns(runs))
 
 
+_FIRST, _COUNT = attrgetter("first_page"), attrgetter("page_count")
+
+
 def _columns(runs: tuple[PageRun, ...]) -> tuple[Pages, Pages]:
     """First pages and page counts. Beyond 64 bits they become the largest number there is."""
     try:
-        first = np.array([run.first_page for run in runs], np.int64)
-        return first, np.array([run.page_count for run in runs], np.int64)
+        first = np.array(list(map(_FIRST, runs)), np.int64)
+        return first, np.array(list(map(_COUNT, runs)), np.int64)
     except OverflowError:
         beyond = np.full(len(runs), 1 << 62)
         return beyond, beyond
