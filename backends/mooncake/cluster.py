@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -63,6 +66,9 @@ class LocalCluster:
         self.stores: list[subprocess.Popen[bytes]] = []
         self.names: list[str] = []
         """Segments, as the master calls them; one a store, in order."""
+        self._titles: list[str] = []
+        """Of the stores; a log each."""
+        self._numbers = itertools.count()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -71,10 +77,7 @@ class LocalCluster:
         does not come up; then nothing is left running."""
         try:
             self.start_master(deadline_s)
-            for _ in range(self._wanted):
-                if self._should_stop():
-                    return
-                self.start_store(deadline_s)
+            self.start_stores(self._wanted, deadline_s)
         except BaseException:
             self.stop()
             raise
@@ -108,7 +111,8 @@ class LocalCluster:
         self.master = self._spawn(command, "master", environment)
         self._wait(self.master, "master", self._is_serving, deadline_s)
 
-    def start_store(self, deadline_s: float = 20.0) -> None:
+    def start_stores(self, count: int, deadline_s: float = 20.0) -> None:
+        """All at once: most of it is waiting."""
         options = msgspec.structs.replace(self._options, role="store", client_http_port=0)
         command = [
             sys.executable,
@@ -116,12 +120,13 @@ class LocalCluster:
             "kvstrata.backends.mooncake.store_process",
             msgspec.json.encode(options).decode(),
         ]
-        known = set(self._segments())
-        title = f"store-{len(self.stores)}"
-        store = self._spawn(command, title, dict(os.environ))
-        self.stores.append(store)
-        self._wait(store, title, lambda: bool(set(self._segments()) - known), deadline_s)
-        self.names += sorted(set(self._segments()) - known)
+        first = len(self.stores)
+        for _ in range(count):
+            self._titles.append(f"store-{next(self._numbers)}")
+            self.stores.append(self._spawn(command, self._titles[-1], dict(os.environ)))
+        for store, title in zip(self.stores[first:], self._titles[first:], strict=True):
+            self._wait(store, title, partial(self._has_joined, title), deadline_s)
+            self.names.append(self._name(title))
 
     def stop(self, deadline_s: float = _STOP_S) -> None:
         """SIGTERM, and SIGKILL for what is left at the deadline. Idempotent."""
@@ -140,7 +145,7 @@ class LocalCluster:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-        self.stores, self.names, self.master = [], [], None
+        self.stores, self.names, self._titles, self.master = [], [], [], None
         self._folder.cleanup()
 
     def __enter__(self) -> LocalCluster:
@@ -159,7 +164,7 @@ class LocalCluster:
 
     def check(self) -> None:
         """Raises `StorageUnavailableError` when one of the processes has ended by itself."""
-        titles = [*(f"store-{i}" for i in range(len(self.stores))), "master"]
+        titles = [*self._titles, "master"]
         for title, process in zip(titles, (*self.stores, self.master), strict=True):
             if process is not None and process.poll() is not None:
                 raise StorageUnavailableError(
@@ -174,6 +179,7 @@ class LocalCluster:
     def kill_store(self, index: int) -> str:
         """SIGKILL; the name of its segment."""
         _kill(self.stores.pop(index))
+        del self._titles[index]
         return self.names.pop(index)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
@@ -235,6 +241,16 @@ class LocalCluster:
             return answers(self._options.master, 0.5) and self._admin.is_serving()
         except StorageError:
             return False
+
+    def _has_joined(self, title: str) -> bool:
+        """Whether a store has said its name, and the master counts with it."""
+        name = self._name(title)
+        return bool(name) and name in self._segments()
+
+    def _name(self, title: str) -> str:
+        """Of a store's segment; "" before it is ready."""
+        said = re.search(r"^ready (\S+) ", self._log(title), re.MULTILINE)
+        return said[1] if said else ""
 
     def _segments(self) -> list[str]:
         try:

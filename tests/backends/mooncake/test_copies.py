@@ -47,7 +47,7 @@ def test_a_store_is_killed_and_no_page_is_lost(site, make_pages, until) -> None:
     assert all(r.outcome is Outcome.STORED for r in more), "one copy is better than none"
     assert backend.counts.snapshot()["stored_short_of_copies"] == 16
 
-    cluster.start_store()
+    cluster.start_stores(1)
     until(lambda: backend.wait_repaired(5.0) and _apart(backend, pages, 0, 80) == {2})
     assert backend.counts.snapshot()["repaired"] >= 16
     assert "16 pages stored with fewer copies than asked for" in backend.health().message

@@ -151,7 +151,7 @@ def test_all_stores_are_gone(site, make_pages, until) -> None:
     assert backend.health().state is HealthState.DEGRADED
     results = backend.write(pages.writes(8, 12))
     assert _outcomes(results) <= {Outcome.FULL, Outcome.PARENT_MISSING}
-    cluster.start_store()
+    cluster.start_stores(1)
     until(_is(backend, HealthState.OK))
     assert _outcomes(backend.write(pages.writes(8, 12))) == {Outcome.STORED}
 

@@ -19,6 +19,10 @@ from kvstrata.tools.trace import shipped_trace
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs/mooncake.toml"
 LONG_TRACE = ROOT.parent / "shared/traces/conversation.jsonl"
+LENGTH = os.environ.get("KVSTRATA_REPLAY", "short")
+LENGTHS = {"short": (400, 1525, 64 << 20), "long": (1000, 5780, 128 << 20)}
+"""Requests of the long trace, the page hits they have, and how many bytes are stored when a store
+is killed. `KVSTRATA_REPLAY=long` takes half a minute."""
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 CLI = (sys.executable, "-m", "kvstrata.tools.cli")
 
@@ -186,9 +190,8 @@ def test_a_store_dies_in_a_replay_and_a_second_client_follows(
     config, site, tmp_path, until
 ) -> None:
     """`replicas = 2`: every page comes back as it was, also to a process that stored none."""
-    is_long = LONG_TRACE.exists()
-    trace = LONG_TRACE if is_long else shipped_trace()
-    requests, hits, some_bytes = (1000, 5780, 128 << 20) if is_long else (60, 402, 1 << 20)
+    trace = LONG_TRACE if LONG_TRACE.exists() else shipped_trace()
+    requests, hits, some_bytes = LENGTHS[LENGTH] if LONG_TRACE.exists() else (60, 402, 1 << 20)
     args = ("replay", "--config", str(config), "--trace", str(trace))
     args += ("--requests", str(requests), "--set", "backends.pool.options.replicas=2")
     report = tmp_path / "first.json"
