@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvstrata.tools import cli
 from kvstrata.tools.trace import shipped_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,11 +31,9 @@ class Folder:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: str, *args: str | Path) -> subprocess.Popen[bytes]:
-        out = self.path / f"{command}.json"
-        out.unlink(missing_ok=True)
-        options = ["--config", CONFIG, "--json", out, *args]
+        """In a process of its own."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvstrata.tools.cli", command, *map(str, options)],
+            [sys.executable, "-m", "kvstrata.tools.cli", *self._line(command, *args)],
             cwd=self.path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         )  # fmt: skip
@@ -50,13 +49,24 @@ class Folder:
     def wait(self, process: subprocess.Popen[bytes], command: str) -> dict[str, Any]:
         with process:
             _, errors = process.communicate(timeout=WAIT_S)
-        report = self.path / f"{command}.json"
-        found = report.read_text() if report.exists() else "no report"
-        assert process.returncode == 0, f"{errors.decode()}\n{found}"
-        return json.loads(found)
+        return self._report(command, process.returncode, errors.decode())
 
     def run(self, command: str, *args: str | Path) -> dict[str, Any]:
-        return self.wait(self.start(command, *args), command)
+        """In this process, which has imported all of it."""
+        with contextlib.chdir(self.path):
+            code = cli.main(self._line(command, *args))
+        return self._report(command, code)
+
+    def _line(self, command: str, *args: str | Path) -> list[str]:
+        out = self.path / f"{command}.json"
+        out.unlink(missing_ok=True)
+        return [str(part) for part in (command, "--config", CONFIG, "--json", out, *args)]
+
+    def _report(self, command: str, code: int, errors: str = "") -> dict[str, Any]:
+        report = self.path / f"{command}.json"
+        found = report.read_text() if report.exists() else "no report"
+        assert code == 0, f"{errors}\n{found}"
+        return json.loads(found)
 
     def frames(self, name: str) -> dict[str, bytes]:
         objects = self.path / "var" / name / "objects"
