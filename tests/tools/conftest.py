@@ -19,6 +19,7 @@ from kvstrata.backends.filesystem.files import object_path
 from kvstrata.backends.frame import HEADER_BYTES, encode_header, parse_header, verify
 from kvstrata.configs import load_config
 from kvstrata.tiers import component_fingerprint
+from kvstrata.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +45,25 @@ def run(tmp_path: Path) -> Run:
             [sys.executable, "-m", "kvstrata.tools.cli", *map(str, args)],
             cwd=work, env=env, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """As `run`, in this process: what is raised ends the test."""
+
+    def call(*args: str | Path) -> subprocess.CompletedProcess[str]:
+        work = tmp_path / "work"
+        work.mkdir(exist_ok=True)
+        monkeypatch.chdir(work)
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        line = [str(arg) for arg in args]
+        code = cli.main(line)
+        return subprocess.CompletedProcess(line, code, *capsys.readouterr())
 
     return call
 

@@ -33,8 +33,8 @@ def _refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 # ── config ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_config_check(run: Run, config_file: Path) -> None:
-    done = run("config", "check", config_file, "--set", "pools.max_context_tokens=1048576")
+def test_config_check(call: Run, config_file: Path) -> None:
+    done = call("config", "check", config_file, "--set", "pools.max_context_tokens=1048576")
     assert done.returncode == 0, done.stderr
     assert "OK" in done.stdout
     assert "16.0 MiB" in done.stdout
@@ -43,16 +43,16 @@ def test_config_check(run: Run, config_file: Path) -> None:
 
 
 def test_config_show_is_toml_that_means_the_same(
-    run: Run, config_file: Path, tmp_path: Path
+    call: Run, config_file: Path, tmp_path: Path
 ) -> None:
-    first = run("config", "show", config_file)
+    first = call("config", "show", config_file)
     assert first.returncode == 0, first.stderr
     assert "max_batch = 8                            # default" in first.stdout
     assert 'bytes = "32MiB"\n' in first.stdout
     shown = tmp_path / "shown.toml"
     shown.write_text(first.stdout)
     assert tomllib.loads(first.stdout)["pools"]["components"][0]["dtype"] == "bfloat16"
-    again = run("config", "show", shown)
+    again = call("config", "show", shown)
     assert again.returncode == 0, again.stderr
     assert again.stdout == "".join(
         line.split(" # default")[0].rstrip() + "\n" for line in first.stdout.splitlines()
@@ -71,24 +71,24 @@ def test_config_show_hides_secrets(run: Run, config_file: Path, plugin_dir: Path
     assert 'api_key = "(hidden)"' in done.stdout
 
 
-def test_missing_config(run: Run) -> None:
-    _refused(run("config", "check", "none.toml"), "none.toml", "no such file")
+def test_missing_config(call: Run) -> None:
+    _refused(call("config", "check", "none.toml"), "none.toml", "no such file")
 
 
-def test_malformed_config(run: Run, config_file: Path) -> None:
+def test_malformed_config(call: Run, config_file: Path) -> None:
     config_file.write_text("[pools]\npages = = 3\n")
-    _refused(run("config", "check", config_file), f"{config_file}:2", "not TOML")
+    _refused(call("config", "check", config_file), f"{config_file}:2", "not TOML")
 
 
-def test_config_that_is_a_directory(run: Run, tmp_path: Path) -> None:
-    _refused(run("config", "show", tmp_path), "directory")
+def test_config_that_is_a_directory(call: Run, tmp_path: Path) -> None:
+    _refused(call("config", "show", tmp_path), "directory")
 
 
-def test_unknown_backend(run: Run, config_file: Path) -> None:
+def test_unknown_backend(call: Run, config_file: Path) -> None:
     text = config_file.read_text().replace('"memory"', '"memroy"')
     config_file.write_text(text)
-    _refused(run("config", "check", config_file), "memroy", "memory")
-    _refused(run("backends", "show", "memroy"), "memroy")
+    _refused(call("config", "check", config_file), "memroy", "memory")
+    _refused(call("backends", "show", "memroy"), "memroy")
 
 
 def test_backend_that_raises_on_import(run: Run, config_file: Path, plugin_dir: Path) -> None:
@@ -98,22 +98,22 @@ def test_backend_that_raises_on_import(run: Run, config_file: Path, plugin_dir: 
     _refused(done, "broken", "broken_store", "RuntimeError: no driver on this machine")
 
 
-def test_page_size_0(run: Run, config_file: Path) -> None:
+def test_page_size_0(call: Run, config_file: Path) -> None:
     text = config_file.read_text().replace("page_tokens = 512", "page_tokens = 0")
     config_file.write_text(text)
     line = text.splitlines().index("page_tokens = 0") + 1
-    _refused(run("config", "check", config_file), f"{config_file}:{line}: pools.page_tokens", "0")
+    _refused(call("config", "check", config_file), f"{config_file}:{line}: pools.page_tokens", "0")
 
 
-def test_pool_larger_than_memory(run: Run, config_file: Path) -> None:
-    done = run("config", "check", config_file, "--set", "pools.components.0.head_dim=100000",
+def test_pool_larger_than_memory(call: Run, config_file: Path) -> None:
+    done = call("config", "check", config_file, "--set", "pools.components.0.head_dim=100000",
                "--set", "staging.bytes=2GiB", "--set", "pools.pages=1000000")  # fmt: skip
     _refused(done, "--set pools.pages", "are available", "lower pools.pages")
 
 
-def test_wrong_arguments(run: Run) -> None:
+def test_wrong_arguments(call: Run) -> None:
     for args in (["nope"], ["config"], ["config", "check"], ["config", "check", "--nope", "x"]):
-        done = run(*args)
+        done = call(*args)
         assert done.returncode == 2, args
         assert "Traceback" not in done.stderr
 
@@ -141,16 +141,16 @@ def test_backends_show(run: Run, plugin_dir: Path) -> None:
     _refused(run("backends", "show", "broken", path=plugin_dir), "broken_store")
 
 
-def test_backends_show_every_shipped_plugin(run: Run) -> None:
+def test_backends_show_every_shipped_plugin(call: Run) -> None:
     for name, option in (("memory", "max_bytes"), ("filesystem", "path"), ("mooncake", "list of")):
-        done = run("backends", "show", name)
+        done = call("backends", "show", name)
         assert done.returncode == 0, done.stderr
         assert option in done.stdout
         assert "Ellipsis" not in done.stdout
 
 
-def test_conformance_passes(run: Run) -> None:
-    done = run("backends", "conformance", "memory")
+def test_conformance_passes(call: Run) -> None:
+    done = call("backends", "conformance", "memory")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout
     assert "checks passed" in done.stdout
@@ -164,10 +164,10 @@ def test_conformance_fails(run: Run, plugin_dir: Path) -> None:
     assert "FAILED" in done.stdout
 
 
-def test_conformance_options(run: Run) -> None:
-    _refused(run("backends", "conformance", "memory", "--option", "x"), "--option x", "KEY=VALUE")
-    _refused(run("backends", "conformance", "memory", "--option", "x=1"), "x")
-    _refused(run("backends", "conformance", "memory", "--option", "max_bytes=[1"), "not TOML")
+def test_conformance_options(call: Run) -> None:
+    _refused(call("backends", "conformance", "memory", "--option", "x"), "--option x", "KEY=VALUE")
+    _refused(call("backends", "conformance", "memory", "--option", "x=1"), "x")
+    _refused(call("backends", "conformance", "memory", "--option", "max_bytes=[1"), "not TOML")
 
 
 # ── the command itself ───────────────────────────────────────────────────────────────────────────
