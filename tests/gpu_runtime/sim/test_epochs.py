@@ -40,6 +40,7 @@ GUARDS: dict[str, tuple[Any, str, str, str]] = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("seed", range(30))
 def test_weights_change_in_any_order(seed: int, scheduled: Any) -> None:
     """No page is computed with two weights, no old one is hit, no page is lost."""

@@ -28,6 +28,7 @@ def test_no_order_breaks_anything(driver: str, part: int, run_seed: Any) -> None
             raise
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("driver", ["scheduler", "wild"])
 @pytest.mark.parametrize("mode", ["cache", "buffer_only"])
 def test_storage_that_loses_pages(driver: str, mode: str, run_seed: Any) -> None:
