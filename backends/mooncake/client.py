@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvstrata.backends.mooncake.codes import describe, storage_error
 from kvstrata.backends.mooncake.options import MooncakeOptions
 from kvstrata.backends.mooncake.requirements import load_client, rdma_devices
+from kvstrata.backends.process.child import HOST_MODULE
 from kvstrata.errors import ConfigError, StorageUnavailableError, Where
 from kvstrata.units import parse_size
+
+_T = TypeVar("_T")
+
+POLLING_NICE = 10
+"""So much the thread that waits for a transfer gives way to others."""
 
 _applied: dict[str, str] = {}
 _applying = threading.Lock()
@@ -75,6 +83,7 @@ class Client:
         self._library: Any = library
         self._options = options
         self._store: Any = library.MooncakeDistributedStore()
+        self._is_polite = _is_alone() and _may_be_polite()
         _open_stores.add(self)
         settings: dict[str, Any] = {
             "local_hostname": options.host,
@@ -117,7 +126,7 @@ class Client:
     ) -> list[int]:
         """0 or a code each. A key that exists gives 0 and keeps its bytes."""
         config = self._config(segments)
-        return list(self._store.batch_put_from(keys, addresses, sizes, config))
+        return list(self._poll(self._store.batch_put_from, keys, addresses, sizes, config))
 
     def put_parts(
         self,
@@ -128,17 +137,19 @@ class Client:
     ) -> list[int]:
         """As `put`, each object from several buffers."""
         config = self._config(segments)
-        return list(self._store.batch_put_from_multi_buffers(keys, addresses, sizes, config))
+        return list(
+            self._poll(self._store.batch_put_from_multi_buffers, keys, addresses, sizes, config)
+        )
 
     def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         """The object's bytes or a code each. -600: it is larger than the buffer."""
-        return list(self._store.batch_get_into(keys, addresses, sizes))
+        return list(self._poll(self._store.batch_get_into, keys, addresses, sizes))
 
     def get_parts(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
         """As `get`, each object into several buffers whose sizes add up to its own."""
-        return list(self._store.batch_get_into_multi_buffers(keys, addresses, sizes))
+        return list(self._poll(self._store.batch_get_into_multi_buffers, keys, addresses, sizes))
 
     def exists(self, keys: list[str]) -> list[bool]:
         """Raises `StorageError` when the master does not answer."""
@@ -183,6 +194,19 @@ class Client:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
+    def _poll(self, call: Callable[..., _T], *args: object) -> _T:
+        """A call in which the library moves bytes: its caller only polls for the end, without a
+        pause, so it makes room for the threads that move them."""
+        if not self._is_polite:
+            return call(*args)
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, before + POLLING_NICE)
+        try:
+            return call(*args)
+        finally:
+            os.setpriority(os.PRIO_PROCESS, thread, before)
+
     def _config(self, segments: Sequence[str]) -> Any:
         options, config = self._options, self._library.ReplicateConfig()
         config.replica_num = 1  # copies are ours, under keys of their own
@@ -195,6 +219,32 @@ class Client:
             config.soft_pin_action = self._library.SoftPinAction.ENABLE
             config.soft_pin_ttl_ms = int(options.soft_pin_s * 1000)
         return config
+
+
+def _is_alone() -> bool:
+    """Whether this process is for a backend only: elsewhere a thread of low priority that holds
+    the interpreter for a moment could keep the server waiting."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == HOST_MODULE
+
+
+def _may_be_polite() -> bool:
+    """Whether a thread may take back the priority that it gave up. Tried by one that ends."""
+    found = False
+
+    def attempt() -> None:
+        nonlocal found
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, thread, before + 1)
+            os.setpriority(os.PRIO_PROCESS, thread, before)
+            found = True
+
+    trial = threading.Thread(target=attempt, name="kvstrata-priority")
+    trial.start()
+    trial.join()
+    return found
 
 
 _open_stores: weakref.WeakSet[Client] = weakref.WeakSet()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import msgspec
 
 from kvstrata.backends import BackendContext
 from kvstrata.backends.base import Isolation
 from kvstrata.backends.mooncake import MooncakeBackend
+from kvstrata.backends.mooncake.client import POLLING_NICE, Client, _may_be_polite
 from kvstrata.backends.process import ProcessBackend
 from kvstrata.boundary import Outcome
 
@@ -31,3 +33,22 @@ def test_pages_through_a_process_that_is_killed(
     assert jobs.load(loads).outcomes() == [Outcome.LOADED] * 8
     assert [bytes(staging.page(8 + i)) for i in range(8)] == [pages.data(i) for i in range(8)]
     assert jobs.drop(pages.names(0, 8)).count() == 8
+
+
+def test_a_thread_that_polls_gives_way_and_takes_its_priority_back(shared, monkeypatch) -> None:
+    """In a process for the backend only: elsewhere nobody's priority changes."""
+
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = nice()
+    with shared.open().link.use() as client:
+        assert client._poll(nice) == before
+    monkeypatch.setattr("kvstrata.backends.mooncake.client._is_alone", lambda: True)
+    polite = Client(shared.options, "tcp")
+    try:
+        expected = before + POLLING_NICE if _may_be_polite() else before
+        assert polite._poll(nice) == min(expected, 19)
+        assert nice() == before
+    finally:
+        polite.close()
