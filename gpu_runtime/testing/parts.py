@@ -33,6 +33,10 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    def came(self) -> bool:
+        """Has somebody come since the last look?"""
+        return self._came.acquire(blocking=False)
+
     def wait_for_one(self) -> None:
         require(self._came.acquire(timeout=WAIT_S), "nobody came to the gate")
 

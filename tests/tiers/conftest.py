@@ -9,7 +9,6 @@ whatever events leave free; and on a GPU, where there is one.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +41,7 @@ from kvstrata.gpu_runtime import (
     Timeline,
 )
 from kvstrata.gpu_runtime.sim import SimDevice, poison, tear
+from kvstrata.gpu_runtime.testing import Gate
 from kvstrata.gpu_runtime.testing.rig import PATIENT
 from kvstrata.gpu_runtime.turns import Turns, away
 from kvstrata.handles import StagingMode, Tier
@@ -69,33 +69,6 @@ ON_GPU = pytest.param(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     ],
 )
-
-
-class Gate:
-    """Blocks callers while it is shut; a test waits until one has arrived."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        self._arrived = threading.Semaphore(0)
-
-    def shut(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def came(self) -> bool:
-        """Has somebody arrived since the last look?"""
-        return self._arrived.acquire(blocking=False)
-
-    def wait_arrival(self) -> None:
-        assert self._arrived.acquire(timeout=20), "nobody came"
-
-    def pass_through(self) -> None:
-        if not self._open.is_set():
-            self._arrived.release()
-            assert self._open.wait(20), "the gate stayed shut"
 
 
 class GatedRunner(OracleRunner):

@@ -121,7 +121,7 @@ def test_copies_run_beside_compute(make_small: Any, on_gpu: Any) -> None:
     small.runner.gate.shut()
     small.submit(pages(8, 9))
     small.step_until(lambda: small.scheduler.calls["execute_batch"] == 2)
-    small.runner.gate.wait_arrival()
+    small.runner.gate.wait_for_one()
     small.submit([*pages(1, 2, 3), 1])
     small.step_until(lambda: "h2d" in small.runtime.transfers())
     small.runner.gate.open()

@@ -178,7 +178,7 @@ def test_next_batch_is_prepared_while_one_runs(make_small: Any) -> None:
     for name in (1, 2, 3):
         small.submit(pages(name))
     small.step_until(lambda: small.scheduler.calls["execute_batch"] == 2)
-    small.runner.gate.wait_arrival()
+    small.runner.gate.wait_for_one()
     assert small.runner.rows_run == [1], "batch 1 is running, batch 2 is enqueued"
     small.runner.gate.open()
     small.run()
