@@ -6,6 +6,7 @@ Payloads do not cross: a buffer is a region of shared memory, an offset and a le
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import struct
 from collections.abc import Iterable, Sequence
@@ -198,6 +199,15 @@ class Channel(msgspec.Struct):
         """The next message and its descriptors, which are the caller's. Raises EOFError or OSError
         when the other end is gone, ValueError for what is no message."""
         head, fds, _, _ = socket.recv_fds(self.socket, _HEAD.size, MAX_FDS)
+        try:
+            return decoder.decode(self._receive_body(head)), fds
+        except BaseException:  # they came with half a message, or with none
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def _receive_body(self, head: bytes) -> bytearray:
+        """What follows `head`, or the first bytes of one."""
         while 0 < len(head) < _HEAD.size:
             more = self.socket.recv(_HEAD.size - len(head))
             head += more
@@ -215,7 +225,7 @@ class Channel(msgspec.Struct):
             if n == 0:
                 raise EOFError
             got += n
-        return decoder.decode(body), fds
+        return body
 
     def shutdown(self) -> None:
         """End whatever waits on it, in any thread."""

@@ -6,6 +6,8 @@ import gc
 import os
 import select
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -17,7 +19,7 @@ import pytest
 
 from kvstrata.backends import BackendContext
 from kvstrata.backends.policies import ProcessSettings
-from kvstrata.backends.process import ProcessBackend
+from kvstrata.backends.process import ProcessBackend, wire
 from kvstrata.errors import KvstrataError, StorageError, StorageUnavailableError
 
 WAIT_S = 20.0
@@ -238,6 +240,23 @@ def test_descriptors_that_come_with_an_answer(open_hostile, make_pages) -> None:
     backend.kill("a test")
     backend.close(5.0)
     gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"), [(b"", 9), (b"\x93\x01", 9), (b"\xc1", 1), (b"", 2**32 - 1), (b"", None)]
+)
+def test_descriptors_of_what_is_no_message(body: bytes, sent: int | None) -> None:
+    """Half a message, what cannot be decoded, one that is too long, half a head."""
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    head = struct.pack("<IB", sent or 0, 3) if sent is not None else b"\0\0"
+    socket.send_fds(theirs, [head], [0, 0, 0])
+    theirs.sendall(body)
+    theirs.close()
+    with pytest.raises((EOFError, ValueError)):
+        wire.Channel(ours).receive(wire.answers)
+    ours.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
