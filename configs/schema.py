@@ -151,6 +151,8 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Share of the pages that only loads may take."""
     backend_cap: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.75
     """Most of the pages that one backend may hold, lent and quarantined together."""
+    huge_pages: bool = False
+    """Take it from the huge pages of 2 MiB that the system has reserved (vm.nr_hugepages)."""
 
 
 class L3Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -27,11 +27,12 @@ Slots = Mapping[str, Pages]
 @dataclass(frozen=True, slots=True)
 class StagingSettings:
     """`load_reserve`: share of the pages that writes never take. `backend_cap`: the most that one
-    backend may hold, lent and quarantined together."""
+    backend may hold, lent and quarantined together. `huge_pages`: see `SharedRegion`."""
 
     total_bytes: int
     load_reserve: float = 0.25
     backend_cap: float = 0.75
+    huge_pages: bool = False
 
     def page_count(self, stride: int) -> int:
         """How many pages of `stride` bytes fit. Raises ConfigError for what cannot work."""
@@ -53,7 +54,7 @@ class StagingSettings:
                 where=Where(key="staging.bytes"),
                 remedy=f"give it at least {MIN_PAGES * stride} bytes ({MIN_PAGES} pages)",
             )
-        available = available_memory_bytes()
+        available = None if self.huge_pages else available_memory_bytes()
         if available is not None and self.total_bytes > available:
             raise ConfigError(
                 f"staging of {self.total_bytes} bytes; {available} bytes of memory are available",

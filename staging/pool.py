@@ -49,7 +49,8 @@ class PinnedHostBufferPool:
         self._first_name = next(iter(page_bytes))
         self.stride = {name: aligned(nbytes) for name, nbytes in page_bytes.items()}
         self.pages = settings.page_count(sum(self.stride.values()))
-        self.region = SharedRegion(self.pages * sum(self.stride.values()))
+        nbytes = self.pages * sum(self.stride.values())
+        self.region = SharedRegion(nbytes, huge_pages=settings.huge_pages)
         self.tables: dict[str, PageTable] = {}
         self._arrays: dict[str, npt.NDArray[np.uint8]] = {}
         self._views: dict[str, memoryview] = {}

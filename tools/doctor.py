@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from kvstrata.configs import Config
-from kvstrata.memory_limits import available_memory_bytes
+from kvstrata.memory_limits import available_memory_bytes, free_huge_bytes
+from kvstrata.staging.memory import HUGE_BYTES
 from kvstrata.units import format_size
 
 CHILD_TIMEOUT_S = 60.0
@@ -153,17 +154,21 @@ def check_device(machine: Machine, config: Config | None) -> Iterator[Check]:
 
 def check_memory(machine: Machine, config: Config | None) -> Iterator[Check]:
     """Host memory against staging, and what bounds pinning."""
-    available = available_memory_bytes(machine.root)
     staging = config.staging.bytes if config is not None else 0
+    huge = config is not None and config.staging.huge_pages
+    if huge:
+        yield _huge_pages(machine, staging)
+    ordinary = 0 if huge else staging
+    available = available_memory_bytes(machine.root)
     text = "unknown" if available is None else f"{format_size(available)} can still be taken"
     status, remedy = Status.OK, ""
     if available is None:
         status, remedy = Status.WARN, "make /proc/meminfo and the control group readable"
-    elif staging > available:
+    elif ordinary > available:
         status, remedy = Status.FAIL, "lower staging.bytes, or raise the control group's memory.max"
-    elif staging > 0.8 * available:
+    elif ordinary > 0.8 * available:
         status, remedy = Status.WARN, "leave a fifth of it free: lower staging.bytes"
-    text += f", staging takes {format_size(staging)}" if staging else ""
+    text += f", staging takes {format_size(staging)}" if ordinary else ""
     yield Check("memory", "machine and control group", status, text, remedy)
     soft, hard = machine.limit(resource.RLIMIT_MEMLOCK)
     uses_rdma = config is not None and any(b.plugin == "mooncake" for b in config.backends.values())
@@ -174,6 +179,14 @@ def check_memory(machine: Machine, config: Config | None) -> Iterator[Check]:
     text += "; CUDA pins without it, RDMA and io_uring do not"
     remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=, docker --ulimit memlock=-1)"
     yield Check("memory", "memlock", Status.FAIL if uses_rdma else Status.INFO, text, remedy)
+
+
+def _huge_pages(machine: Machine, staging: int) -> Check:
+    free, count = free_huge_bytes(machine.root), -(-staging // HUGE_BYTES)
+    text = f"{free // HUGE_BYTES} of 2 MiB are free, staging takes {count}"
+    status = Status.OK if free >= staging else Status.FAIL
+    remedy = f"sysctl vm.nr_hugepages={count}, or staging.huge_pages = false"
+    return Check("memory", "huge pages", status, text, "" if free >= staging else remedy)
 
 
 def check_limits(machine: Machine, config: Config | None) -> Iterator[Check]:

@@ -82,6 +82,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         staging=StagingSettings(
             total_bytes=config.staging.bytes,
             load_reserve=config.staging.load_reserve,
+            huge_pages=config.staging.huge_pages,
             backend_cap=config.staging.backend_cap,
         ),
         mode=StagingMode(config.staging.mode),

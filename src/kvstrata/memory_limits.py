@@ -18,6 +18,13 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     return max(min(rooms), 0) if rooms else None
 
 
+def free_huge_bytes(root: Path = Path("/")) -> int:
+    """Bytes in reserved huge pages of 2 MiB that nobody has taken; 0 where that cannot be told."""
+    folder = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    free, promised = (_number_in(folder / name) for name in ("free_hugepages", "resv_hugepages"))
+    return max(0, (free or 0) - (promised or 0)) * (2 << 20)
+
+
 def _rooms(root: Path) -> Iterator[int | None]:
     yield _mem_available(root / "proc/meminfo")
     for mount, mounted_group, is_v2 in _mounts(root):

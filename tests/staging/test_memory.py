@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstrata.errors import ConfigError
+from kvstrata.memory_limits import free_huge_bytes
 from kvstrata.staging import SharedRegion
+from kvstrata.staging.memory import HUGE_BYTES
 
 CHILD = textwrap.dedent(
     """
@@ -72,6 +76,45 @@ def test_no_descriptor_leaks() -> None:
         region.close()
         region.close()
         del region
+    assert open_descriptors() == before
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[int]:
+    """Free huge pages: 40 where this process may reserve them, none where it may not."""
+    knob = Path("/proc/sys/vm/nr_hugepages")
+    before = knob.read_text()
+    with contextlib.suppress(OSError):
+        knob.write_text(str(int(before) + 40))
+    yield free_huge_bytes() // HUGE_BYTES
+    if knob.read_text() != before:
+        knob.write_text(before)
+
+
+def test_huge_pages_are_taken_or_refused(huge_pages: int) -> None:
+    """All at once, for a child as well, and given back; or an error that says how many."""
+    before = open_descriptors()
+    if huge_pages >= 3:
+        region = SharedRegion(5 << 20, huge_pages=True)
+        assert region.nbytes == len(region.array) == 6 << 20
+        assert free_huge_bytes() // HUGE_BYTES == huge_pages - 3
+        sizes = Path("/proc/self/smaps").read_text().split("kvstrata-staging")[1]
+        assert "KernelPageSize:     2048 kB" in sizes[: sizes.index("VmFlags")]
+        region.array[:5] = list(b"hello")
+        subprocess.run(
+            [sys.executable, "-c", CHILD, str(region.fd), str(region.nbytes)],
+            pass_fds=(region.fd,),
+            timeout=60,
+            check=True,
+        )
+        assert region.array[-1] == 7
+        region.close()
+        del region
+        assert free_huge_bytes() // HUGE_BYTES == huge_pages
+    with pytest.raises(ConfigError, match=f"{huge_pages} are free") as caught:
+        SharedRegion((huge_pages + 1) * HUGE_BYTES, huge_pages=True)
+    assert caught.value.where.key == "staging.huge_pages"
+    assert f"nr_hugepages={huge_pages + 1}" in caught.value.remedy
     assert open_descriptors() == before
 
 

@@ -203,6 +203,22 @@ def test_memory_of_the_control_group(two: Any, tmp_path: Path) -> None:
     assert unknown["machine and control group"].status is Status.WARN
 
 
+def test_huge_pages(two: Any, tmp_path: Path) -> None:
+    """3 MiB of staging in reserved pages of 2 MiB: the machine's other memory does not matter."""
+    folder = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    folder.mkdir(parents=True)
+    (folder / "resv_hugepages").write_text("1\n")
+    config = load_config(two.config, ["staging.huge_pages=true", "staging.bytes=3MiB"])
+    for free, status in ((3, Status.OK), (2, Status.FAIL)):
+        (folder / "free_hugepages").write_text(f"{free}\n")
+        check = _by_name(check_memory(_machine(tmp_path), config))["huge pages"]
+        assert (check.status, check.found) == (
+            status,
+            f"{free - 1} of 2 MiB are free, staging takes 2",
+        )
+    assert "vm.nr_hugepages=2" in check.remedy
+
+
 def test_limits(two: Any, tmp_path: Path) -> None:
     config = load_config(two.config)
     for number, status in ((INFINITE, Status.OK), (512, Status.WARN), (64, Status.FAIL)):

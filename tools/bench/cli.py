@@ -43,6 +43,9 @@ def transfer(
     lmcache: Annotated[
         Path | None, typer.Option(help="Folder with LMCache's c_ops, if it is not installed.")
     ] = None,
+    huge_pages: Annotated[
+        bool, typer.Option("--huge-pages", help="Host pages in reserved pages of 2 MiB.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them there, as SVG or PNG.")] = None,
 ) -> None:
@@ -58,6 +61,7 @@ def transfer(
         repeats,
         only=only,
         lmcache=lmcache,
+        huge_pages=huge_pages,
         note=say,
         save=lambda report: _write(report, json),
     )

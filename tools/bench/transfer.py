@@ -72,6 +72,8 @@ class TransferReport:
     torch: str
     nbytes: int
     repeats: int
+    huge_pages: bool = False
+    """What the host's side is made of: pages of 2 MiB, or of 4 KiB."""
     rates: list[Rate] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     wall: list[Rate] = field(default_factory=list)
@@ -90,6 +92,7 @@ def run(
     *,
     only: str = "",
     lmcache: Path | None = None,
+    huge_pages: bool = False,
     seed: int = 1,
     note: Note = print,
     save: Callable[[TransferReport], None] = lambda report: None,
@@ -113,11 +116,11 @@ def run(
             where=Where(key="device"),
         )
     name = torch.cuda.get_device_name()
-    report = TransferReport(name, str(torch.__version__), nbytes, repeats)
+    report = TransferReport(name, str(torch.__version__), nbytes, repeats, huge_pages)
     model = Model()
     for geometry in geometries:
         note(f"{geometry.label}: rates")
-        case = Case(geometry, nbytes, seed)
+        case = Case(geometry, nbytes, seed, huge_pages=huge_pages)
         methods = dict(methods_of(case, lmcache, peers=True))
         _rates(report, case, methods, repeats)
         note(f"{geometry.label}: beside a model")
@@ -213,7 +216,7 @@ def _costs(
 
 
 def _wall(report: TransferReport, geometry: Geometry, nbytes: int, repeats: int, seed: int) -> None:
-    wall = Wall(geometry, nbytes, seed)
+    wall = Wall(geometry, nbytes, seed, huge_pages=report.huge_pages)
     try:
         first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
         moves: dict[str, Callable[[], float]] = {
@@ -230,7 +233,7 @@ def _wall(report: TransferReport, geometry: Geometry, nbytes: int, repeats: int,
 
 def _burst(report: TransferReport, geometry: Geometry, repeats: int, seed: int) -> None:
     nbytes = BURST_PAGES * geometry.spec.page_bytes(geometry.page_tokens)
-    wall = Wall(geometry, nbytes, seed)
+    wall = Wall(geometry, nbytes, seed, huge_pages=report.huge_pages)
     try:
         first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
         moves = {"D2H": lambda: wall.out(first), "H2D": lambda: wall.back(in_l2)}
@@ -325,7 +328,7 @@ def _groups(report: TransferReport, geometry: Geometry, repeats: int, seed: int)
     """A restore of 32K tokens, layer group by layer group."""
     tokens = 32 * 1024
     nbytes = tokens // geometry.page_tokens * geometry.spec.page_bytes(geometry.page_tokens)
-    case = Case(geometry, nbytes, seed)
+    case = Case(geometry, nbytes, seed, huge_pages=report.huge_pages)
     pieces = case.pool.layout.pieces
     rows = []
     for _ in range(repeats):

@@ -71,7 +71,9 @@ Method = Callable[[bool], None]
 class Case:
     """`nbytes` of scattered pages of one geometry, twice on the host: a side for each way."""
 
-    def __init__(self, geometry: Geometry, nbytes: int, seed: int) -> None:
+    def __init__(
+        self, geometry: Geometry, nbytes: int, seed: int, *, huge_pages: bool = False
+    ) -> None:
         self.geometry = geometry
         device = torch.device("cuda", torch.cuda.current_device())
         page_bytes = geometry.spec.page_bytes(geometry.page_tokens)
@@ -81,14 +83,15 @@ class Case:
         self.pool = ComponentPool(geometry.spec, 2 * self.count, geometry.page_tokens, device)
         self.pool.data.random_(0, 256)
         stride = aligned(page_bytes)
-        self.region = SharedRegion(2 * self.count * stride)
+        self.region = SharedRegion(2 * self.count * stride, huge_pages=huge_pages)
         self.region.array[:] = 0
         code = torch.cuda.cudart().cudaHostRegister(
             self.region.array.ctypes.data, self.region.nbytes, 0
         )
         if int(code):
             raise MemoryError(f"cannot pin {self.region.nbytes} bytes: error {int(code)}")
-        halves = self.region.array.reshape(2, self.count, stride)
+        whole = self.region.array[: 2 * self.count * stride]
+        halves = whole.reshape(2, self.count, stride)
         self.host = {True: halves[0], False: halves[1]}
         self.streams = {out: CopyStream(torch.cuda.Stream()) for out in (True, False)}
         self.copies = {

@@ -16,6 +16,7 @@ def tables(report: TransferReport) -> Iterator[Table]:
     gib = report.nbytes / (1 << 30)
     title = (
         f"{report.device}, {gib:g} GiB of scattered pages, GPU time, medians of {report.repeats}"
+        + (", huge pages" if report.huge_pages else "")
     )
     table = Table("geometry", "method", "way", "GB/s", "of the limit", "host ms/GiB", title=title)
     for rate in report.rates:

@@ -51,7 +51,9 @@ class Blank:
 class Wall:
     """One runtime with room for two sets of `count` pages a tier; a set moves as one action."""
 
-    def __init__(self, geometry: Geometry, nbytes: int, seed: int) -> None:
+    def __init__(
+        self, geometry: Geometry, nbytes: int, seed: int, *, huge_pages: bool = False
+    ) -> None:
         self.spec, self.page_tokens = geometry.spec, geometry.page_tokens
         self.page_bytes = self.spec.page_bytes(self.page_tokens)
         self.count = max(2, nbytes // self.page_bytes)
@@ -63,7 +65,9 @@ class Wall:
             page_tokens=self.page_tokens,
             max_requests=8,
             max_context_tokens=(self.count + 1) * self.page_tokens,
-            staging=StagingSettings(total_bytes=4 * self.count * aligned(self.page_bytes)),
+            staging=StagingSettings(
+                total_bytes=4 * self.count * aligned(self.page_bytes), huge_pages=huge_pages
+            ),
         )
         self.runtime = LocalGPURuntime(
             settings,
