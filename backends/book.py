@@ -125,9 +125,16 @@ class JobBook:
 
     def _end(self, job: Job, rest: Outcome | None) -> None:
         """Report `job`, `rest` being the outcome of what was not handled, and retire it."""
+        self._settle(job, rest)
+        self._resolve()
+
+    def _settle(self, job: Job, rest: Outcome | None) -> None:
+        """`_end` of one job. `released` comes before `done`: who hears of the end of a job whose
+        buffers are still out knows that it was given up in the backend."""
+        first = len(self._notices)
         self._report(job, rest)
         self._retire(job)
-        self._resolve()
+        self._notices[first:] = reversed(self._notices[first:])
 
     def _report(self, job: Job, rest: Outcome | None) -> None:
         operation, counters = job.operation, self.counters
@@ -161,11 +168,9 @@ class JobBook:
         while self._ready:
             job = self._ready.pop()
             if self._closing:
-                self._report(job, Outcome.CANCELLED)
-                self._retire(job)
+                self._settle(job, Outcome.CANCELLED)
             elif not self._admit(job):
-                self._report(job, Outcome.PARENT_MISSING)
-                self._retire(job)
+                self._settle(job, Outcome.PARENT_MISSING)
 
     def _retire(self, job: Job) -> None:
         """No thread touches the buffers of `job` any more."""

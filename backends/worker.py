@@ -1,10 +1,10 @@
 """The worker that owns one backend instance: threads, queue, deadlines, one result a job.
 
-Deadlines are relative to the call. `done` is called exactly once a job, and so is `released`, in
-any order: after `released` no thread touches the buffers of the job any more. At a deadline a job
-that waits ends at once with both; one that is in the backend is reported as TIMEOUT at once and
-released when the call returns (what came late is thrown away and counted). Pages of earlier chunks
-of such a job keep their results.
+Deadlines are relative to the call. `done` is called exactly once a job, and so is `released`: after
+`released` no thread touches the buffers of the job any more. At a deadline a job that waits ends at
+once with both; one that is in the backend is reported as TIMEOUT at once and released when the call
+returns (what came late is thrown away and counted). Pages of earlier chunks of such a job keep
+their results. `released` comes first, except for a job that is given up in the backend.
 
 Callbacks run on threads of the worker, without a lock, never inside the call that submitted the
 job (after `close`, when there is no thread left, they do). They may submit further jobs; they do

@@ -179,7 +179,8 @@ class ComponentJobs:
 
     `done(n, cause)` is called under the lock when the last result is there: the leading pages that
     succeeded in every component, and why the next did not. `released()` is called under the lock
-    when no thread touches the buffers any more; it may come before or after `done`.
+    when no thread touches the buffers any more: before `done`, unless a job was given up while the
+    backend had it.
     """
 
     def __init__(

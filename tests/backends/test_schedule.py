@@ -89,13 +89,19 @@ class ScheduleMachine(RuleBasedStateMachine):
         seen = Seen(operation, items, self.now + deadline_s)
         self.seen.append(seen)
         released = partial(self.release, seen) if is_io else None
-        job = Job(operation, tuple(items), seen.deadline, seen.results.append, released)
+        job = Job(operation, tuple(items), seen.deadline, partial(self.end, seen), released)
         self.by_job[id(job)] = (job, seen)
         self.schedule.submit(job, self.now)
         self.deliver()
         if operation is Operation.STORE and seen.results:
             outcomes = {result.outcome for result in seen.results[0].pages}
             assert Outcome.OVERLOADED not in outcomes, "a store was skipped"
+
+    def end(self, seen: Seen, result: Any) -> None:
+        is_out = any(other is seen for _, other in self.running)
+        if seen.operation in (Operation.LOAD, Operation.STORE):
+            assert seen.releases == (not is_out), "done before its buffers are back"
+        seen.results.append(result)
 
     @staticmethod
     def release(seen: Seen) -> None:

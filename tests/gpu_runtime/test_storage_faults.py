@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstrata.backends import ObjectId, WorkerSettings
+from kvstrata.backends import ObjectId, StorageWorker, WorkerSettings
 from kvstrata.boundary import Evicted, PrefetchReady, Restored, TierDegraded, Wake
 from kvstrata.gpu_runtime import LocalGPURuntime
 from kvstrata.gpu_runtime.core import RuntimeCore
@@ -43,6 +43,47 @@ def test_control_hears_within_two_seconds_of_storage_that_hangs(
     assert [e.health for e in events if isinstance(e, TierDegraded)] == ["degraded"]
     assert time.monotonic() - begin < 2.0
     rig.backend.asks.open()
+
+
+@pytest.mark.parametrize("two_pools", [False, True])
+def test_storage_that_answers_never_passes_for_stuck(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, two_pools: bool
+) -> None:
+    """Control looks between any two callbacks: a store that has just ended holds nothing beyond its
+    deadline, and nobody who waits behind it is refused."""
+    rig = bench(two_pools, host_pages=8)
+    core, whole, looks = core_of(rig), StorageWorker._deliver, []
+
+    def one_by_one(worker: StorageWorker, notices: list[Any]) -> None:
+        for notice in notices:
+            whole(worker, [notice])
+            with core.lock:
+                looks.append(max(table.stuck for table in core.staging.tables.values()))
+                core.expiries[-1](core.now())
+
+    stored, small = rig.prompt(20, 1), rig.prompt(8, 2)
+    first, second = rig.prompt(24, 3), rig.prompt(20, 4)
+    rig.in_l3(stored)
+    rig.in_l3(small)
+    from_l1, from_l2 = rig.make_pages(first), rig.in_l2(second)
+    rest = rig.fetch(small, Tier.L2).extents  # one page of eight is left
+    monkeypatch.setattr(StorageWorker, "_deliver", one_by_one)
+    rig.backend.writes.shut()
+    load = rig.driver.prefetch(stored.keys(), Tier.L2)
+    rig.driver.apply(
+        rig.driver.backup(first.keys(), from_l1, Tier.L3),
+        rig.driver.backup(second.keys(), from_l2, Tier.L3),
+        rig.driver.free(from_l2),
+        load,
+    )
+    rig.backend.writes.open()
+    rig.driver.wait_idle()
+    ready = rig.driver.ended[load.action_id]
+    assert isinstance(ready, PrefetchReady)
+    assert (ready.n_valid, ready.cause) == (5, "")
+    assert looks
+    assert max(looks) == 0
+    rig.free(from_l1, rest, ready.extents)
 
 
 # ── storage that is late ─────────────────────────────────────────────────────────────────────────
