@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,6 +23,11 @@ _T = TypeVar("_T")
 
 POLLING_NICE = 10
 """So much the thread that waits for a transfer gives way to others."""
+
+_PING_S = 1.0
+"""A thread of the library sleeps so long between two words to the master, and closing waits for it
+to wake up, with the interpreter held."""
+_BEFORE_PING_S = 0.05
 
 _applied: dict[str, str] = {}
 _applying = threading.Lock()
@@ -83,7 +89,9 @@ class Client:
         self._library: Any = library
         self._options = options
         self._store: Any = library.MooncakeDistributedStore()
-        self._is_polite = _is_alone() and _may_be_polite()
+        self._is_alone = _is_alone()
+        self._is_polite = self._is_alone and _may_be_polite()
+        self._registered: set[int] = set()
         _open_stores.add(self)
         settings: dict[str, Any] = {
             "local_hostname": options.host,
@@ -106,6 +114,7 @@ class Client:
             raise StorageUnavailableError(
                 f"the Mooncake client cannot reach {options.master}: {describe(code)}"
             )
+        self._since_s = time.monotonic()
 
     @property
     def name(self) -> str:
@@ -117,9 +126,11 @@ class Client:
         code = self._store.register_buffer(address, nbytes)
         if code != 0:
             raise storage_error(code, f"{nbytes} bytes cannot be registered")
+        self._registered.add(address)
 
     def unregister(self, address: int) -> None:
         self._store.unregister_buffer(address)
+        self._registered.discard(address)
 
     def put(
         self, keys: list[str], addresses: list[int], sizes: list[int], segments: Sequence[str]
@@ -178,8 +189,31 @@ class Client:
                 found[key] = ("", 0)
         return found
 
+    def retire(self) -> None:
+        """Close it when nobody will use it any more, without a wait: on return it knows no memory
+        but its own. One that gives a segment is closed at once, which takes two seconds."""
+        if self._store is None:
+            return
+        if self._options.segment_size:
+            self.close()
+            return
+        for address in list(self._registered):
+            self.unregister(address)
+        if self._is_alone:  # the process ends next, and the system takes back what it has
+            self.abandon()
+            _leave_without_cleanup()
+            return
+        threading.Thread(target=self._close_later, name="kvstrata-mooncake-close").start()
+
+    def _close_later(self) -> None:
+        """Closing holds the interpreter until the library's thread wakes up: begin just before.
+        After hours nobody knows when that is, and it may be a second."""
+        lived_s = time.monotonic() - self._since_s
+        time.sleep(max(0.0, _PING_S - lived_s % _PING_S - _BEFORE_PING_S))
+        self.close()
+
     def close(self) -> None:
-        """Idempotent. Holds the interpreter for a moment."""
+        """Idempotent. Holds the interpreter for up to a second; see `retire`."""
         store, self._store = self._store, None
         _open_stores.discard(self)
         if store is not None:
@@ -262,9 +296,14 @@ def _forget_after_fork() -> None:
     for client in clients:
         client.abandon()
     if clients:
-        libc = ctypes.CDLL(None)
-        # `on_exit` handlers get the exit code, and the last one runs first: it is `_exit` itself.
-        libc.on_exit(libc._exit, None)
+        _leave_without_cleanup()
+
+
+def _leave_without_cleanup() -> None:
+    """This process will exit without the cleanup of C libraries. Python's own comes before."""
+    libc = ctypes.CDLL(None)
+    # `on_exit` handlers get the exit code, and the last one runs first: it is `_exit` itself.
+    libc.on_exit(libc._exit, None)
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

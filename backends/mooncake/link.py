@@ -116,7 +116,7 @@ class Link:
                 self._idle.wait(left)
             is_idle = not generation.users
         if is_idle:
-            generation.client.close()
+            generation.client.retire()
         else:
             generation.client.abandon()
         return is_idle
@@ -144,7 +144,7 @@ class Link:
                 done = generation.is_retired and not generation.users
                 self._idle.notify_all()
             if done and self._current is not generation and not self._stop.is_set():
-                generation.client.close()
+                generation.client.retire()
 
     def health(self) -> Health:
         """True within two seconds, whatever happens to master or segments. Never blocks."""
@@ -250,7 +250,7 @@ class Link:
             old.is_retired = True
             is_idle = not old.users
         if is_idle:
-            old.client.close()
+            old.client.retire()
 
     def _dead(self, segments: tuple[Segment, ...]) -> frozenset[str]:
         """Which endpoints do not answer. Many segments take several looks."""

@@ -161,7 +161,7 @@ class RawPath:
         self._client.remove([f"raw/{key.hex()}" for key in keys])
 
     def close(self) -> None:
-        self._client.close()
+        self._client.retire()
 
     def _run(
         self, keys: Sequence[bytes], call: Callable[[list[str], int], list[int]], expected: int

@@ -35,6 +35,21 @@ def test_pages_through_a_process_that_is_killed(
     assert jobs.drop(pages.names(0, 8)).count() == 8
 
 
+def test_closing_keeps_nobody_waiting(shared, make_staging, until, monkeypatch) -> None:
+    """The library's close takes up to a second: it follows when the backend is closed, and its
+    pages are not known to the client any more."""
+    backend = shared.open(BackendContext("tested", regions=(make_staging(4, PAGE).region,)))
+    with backend.link.use() as client:
+        assert client._registered
+    close, may = client.close, threading.Event()
+    monkeypatch.setattr(client, "close", lambda: (may.wait(20.0), close()))
+    backend.close(5.0)
+    assert not client._registered
+    assert client._store is not None
+    may.set()
+    until(lambda: client._store is None)
+
+
 def test_a_thread_that_polls_gives_way_and_takes_its_priority_back(shared, monkeypatch) -> None:
     """In a process for the backend only: elsewhere nobody's priority changes."""
 
@@ -51,4 +66,4 @@ def test_a_thread_that_polls_gives_way_and_takes_its_priority_back(shared, monke
         assert polite._poll(nice) == min(expected, 19)
         assert nice() == before
     finally:
-        polite.close()
+        polite.retire()
