@@ -133,7 +133,7 @@ def test_a_trial_beside_a_call_that_hangs_for_ever(
     try:
         while STORED not in found:  # refused at first
             trial = jobs.store(make_pages(chain=f"trial {len(found)}").stores(0, 1))
-            wait_until(lambda trial=trial: trial.is_done, most_s=2.0)
+            wait_until(lambda trial=trial: trial.is_done)
             found += trial.outcomes()
             clock.advance(0.1)
     finally:
@@ -160,7 +160,8 @@ def test_a_rate_is_no_fault_of_the_backend(start_worker, scripted, make_pages) -
 
 @pytest.mark.parametrize("what", ["bytes_per_s", "ops_per_s"])
 def test_a_rate_holds_from_the_beginning(start_worker, make_scripted, make_pages, what) -> None:
-    """Within a tenth, over two seconds: an idle time is no licence for a burst."""
+    """No more than a tenth beyond it, over two seconds: an idle time is no licence for a burst. (It
+    is never less on a clock of the tests: `test_policies`.)"""
     scripted = make_scripted()
     scripted.threads, scripted.batch = 3, 1
     rate = RateSettings(**{what: 100_000.0 if what == "bytes_per_s" else 100.0})
@@ -172,8 +173,8 @@ def test_a_rate_holds_from_the_beginning(start_worker, make_scripted, make_pages
     threading.Event().wait(2.0)
     passed = sum(job.is_done for job in caught)
     took = time.monotonic() - begin
-    assert 0.9 * 100 * took <= passed + 1
     assert passed <= 1.1 * 100 * took + 1
+    wait_until(lambda: sum(job.is_done for job in caught) >= 200)
     jobs.worker.close(1.0)
 
 
@@ -183,14 +184,16 @@ def test_stores_that_wait_for_room_leave_a_full_backend_alone(
     """One of them tries, now and then; not each of them, each time."""
     scripted = make_scripted()
     scripted.hooks["write"] = lambda requests: [PageResult(Outcome.FULL)] * len(requests)
-    jobs = start_worker(scripted, full_poll_s=0.05)
+    poll_s = 0.2
+    jobs = start_worker(scripted, full_poll_s=poll_s)
     waiting = [jobs.store(make_pages(chain=str(i)).stores(0, 1)) for i in range(100)]
     wait_until(lambda: jobs.worker.stats().waiting_for_room_now == 100)
-    before = len(scripted.names("write"))
-    threading.Event().wait(0.5)
-    assert 1 <= len(scripted.names("write")) - before <= 15
+    before, begin = len(scripted.names("write")), time.monotonic()
+    wait_until(lambda: len(scripted.names("write")) >= before + 2)
+    tries = len(scripted.names("write")) - before
+    assert tries <= (time.monotonic() - begin) / poll_s + 3
     del scripted.hooks["write"]
-    wait_until(lambda: all(job.is_done for job in waiting), most_s=2.0)
+    wait_until(lambda: all(job.is_done for job in waiting), most_s=50 * poll_s)  # not one a poll
     assert all(job.outcomes() == [STORED] for job in waiting)
 
 
@@ -200,10 +203,10 @@ def test_a_rate_is_part_of_how_long_a_store_would_wait(start_worker, scripted, m
         scripted, on_full="drop", queue_s=0.5, rate=RateSettings(bytes_per_s=10_000)
     )
     caught = [
-        jobs.store(make_pages(page_bytes=1000, chain=str(i)).stores(0, 1), deadline_s=3.0)
+        jobs.store(make_pages(page_bytes=1000, chain=str(i)).stores(0, 1), deadline_s=10.0)
         for i in range(100)
     ]
-    wait_until(lambda: all(job.is_done for job in caught), most_s=3.0)
+    wait_until(lambda: all(job.is_done for job in caught))
     found = [job.outcomes()[0] for job in caught]
     assert found.count(TIMEOUT) == 0
     assert found.count(Outcome.OVERLOADED) >= 80

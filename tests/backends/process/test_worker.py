@@ -29,11 +29,13 @@ class Seen:
     def __init__(self, backend: ProcessBackend) -> None:
         self._pid = backend.pid
         self.results: list[Any] = []
+        self.lived_at_done: list[bool] = []
         self.lived_at_release: list[bool] = []
         self.done_event, self.released_event = threading.Event(), threading.Event()
 
     def done(self, result: Any) -> None:
         self.results.append(result)
+        self.lived_at_done.append(Path(f"/proc/{self._pid}").exists())
         self.done_event.set()
 
     def released(self) -> None:
@@ -84,12 +86,10 @@ def test_buffers_come_back_when_the_process_is_dead(start, make_pages, kind: str
     worker.store(pages.stores(0, 4), WAIT_S, stored.done, stored.released)
     assert stored.outcomes() == [STORED] * 4
     job = Seen(backend)
-    begun = time.monotonic()
     worker.load(pages.loads(0, 4), 0.3, job.done, job.released)
     assert job.outcomes() == [TIMEOUT] * 4
-    assert time.monotonic() - begun < 2.0
     assert job.released_event.wait(WAIT_S)
-    assert job.lived_at_release == [False]
+    assert (job.lived_at_done, job.lived_at_release) == ([True], [False])
     assert len(job.results) == 1
     assert backend.wait_up(WAIT_S)
     again = Seen(backend)
@@ -141,7 +141,7 @@ def test_close_while_a_call_hangs(start, make_pages) -> None:
     worker.load(make_pages().loads(0, 4), WAIT_S, job.done, job.released)
     begun = time.monotonic()
     worker.close(1.0)
-    assert time.monotonic() - begun < 3.0
+    assert time.monotonic() - begun < WAIT_S / 2, "the call hangs for ever"
     assert job.outcomes() == [Outcome.CANCELLED] * 4
     assert job.released_event.wait(WAIT_S)
     assert not Path(f"/proc/{pid}").exists()
