@@ -118,7 +118,7 @@ def test_calls_return_while_everything_stands_still(bench: Bench) -> None:
     )
     rig.driver.cancel(handle)
     rig.driver.poll(0)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < WAIT_S, "a gate keeps shut three times as long"
     for gate in gates:
         gate.open()
     rig.driver.wait_idle()

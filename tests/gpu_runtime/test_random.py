@@ -42,7 +42,7 @@ from kvstrata.handles import (
 Bench = Callable[..., Rig]
 Plant = Callable[[Rig, random.Random], Callable[[int], None]]
 SIZE = 4
-SHORT_S, LONG_S = 0.01, 20.0
+SHORT_S, LONG_S = 0.01, 60.0
 
 
 @dataclass(eq=False)

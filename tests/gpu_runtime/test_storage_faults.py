@@ -12,7 +12,7 @@ import pytest
 from kvstrata.backends import ObjectId, StorageWorker, WorkerSettings
 from kvstrata.boundary import Evicted, PrefetchReady, Restored, TierDegraded, Wake
 from kvstrata.gpu_runtime import LocalGPURuntime
-from kvstrata.gpu_runtime.core import RuntimeCore
+from kvstrata.gpu_runtime.core import MAX_NAP_S, RuntimeCore
 from kvstrata.gpu_runtime.storage_events import MAX_NAMESPACES
 from kvstrata.gpu_runtime.testing import Gate, Rig
 from kvstrata.handles import StagingMode, Tier, page_count
@@ -34,14 +34,18 @@ def core_of(rig: Rig) -> RuntimeCore:
 def test_control_hears_within_two_seconds_of_storage_that_hangs(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it asks nothing of it, and sleeps in one `poll`."""
-    monkeypatch.setattr("kvstrata.gpu_runtime.testing.rig.PATIENT", WorkerSettings())
+    """Though it asks nothing of it, and sleeps in one `poll`. (The two seconds are those of the
+    settings: what a busy machine takes beside them is not storage's.)"""
+    settings = WorkerSettings()
+    probes = settings.breaker
+    assert probes.probe_s + probes.probe_deadline_s + MAX_NAP_S < 2.0
+    monkeypatch.setattr("kvstrata.gpu_runtime.testing.rig.PATIENT", settings)
     rig = bench()
     rig.backend.asks.shut()
     begin = time.monotonic()
     events = rig.runtime.poll(20.0, Wake.BATCH)
     assert [e.health for e in events if isinstance(e, TierDegraded)] == ["degraded"]
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 10.0, "it slept to the end of its poll"
     rig.backend.asks.open()
 
 

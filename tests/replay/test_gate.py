@@ -113,19 +113,20 @@ def test_two_processes_at_once_on_one_root(kvstrata: Any, store: Any, small: Any
 def test_command_of_its_own(store: Any, small: Any, tmp_path: Path) -> None:
     """One replay as people start it, not forked: what it prints, and the memory it takes."""
     root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "kvstrata.tools.cli", "replay", "--config",
          root / "configs/local.toml", "--set", f"backends.disk.options.path={store.path}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(root / "src"), "COLUMNS": "200"},
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stderr is not None
-    out, err = process.stdout.read(), process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    process.stdout.close()
-    process.stderr.close()
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            out, err = process.stdout.read(), process.stderr.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            process.kill()  # does nothing to one that has ended
     assert process.returncode == 0, err
     assert err == "", "nothing but the table, where nobody watches"
     assert usage.ru_maxrss * 1024 < MAX_RSS_BYTES
