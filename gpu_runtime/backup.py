@@ -9,9 +9,9 @@ from kvstrata.boundary import BackedUp, Backup
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.transfers import (
-    CHUNK_PAGES,
     ComponentJobs,
     Copies,
+    chunk_pages,
     chunks_of,
     part_of,
 )
@@ -122,7 +122,8 @@ class BackupToL3(Move):
         super().__init__(core, copies, action.action_id, action.deadline_s)
         self.queue = queue
         self.keys, self.tier, self.source = action.keys, tier, source
-        most = min(CHUNK_PAGES, max(1, core.staging.write_window // 2))
+        most = chunk_pages(max(core.staging.page_bytes.values()))
+        most = min(most, max(1, core.staging.write_window // 2))
         if tier is Tier.L1:  # so that it never waits for what waits for it
             most = min(most, core.staging.store_window)
         self.chunks = chunks_of(page_set_count(source), most)

@@ -8,9 +8,9 @@ from kvstrata.boundary import Prefetch, PrefetchReady
 from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
 from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.transfers import (
-    CHUNK_PAGES,
     ComponentJobs,
     Copies,
+    chunk_pages,
     chunks_of,
     part_of,
     settle_l1,
@@ -39,9 +39,11 @@ class _Chunk:
 
 
 class _Load(Move):
-    def __init__(self, core: RuntimeCore, copies: Copies, action: Prefetch, most: int) -> None:
+    def __init__(self, core: RuntimeCore, copies: Copies, action: Prefetch, window: int) -> None:
+        """`window`: the most pages of a chunk, whatever their size."""
         super().__init__(core, copies, action.action_id, action.deadline_s)
         self.keys = action.keys
+        most = min(chunk_pages(max(core.staging.page_bytes.values())), max(1, window))
         self.chunks = [_Chunk(a, b) for a, b in chunks_of(self.keys.page_count, most)]
         self.cause = ""
         """Why no further chunk is asked for."""
@@ -66,7 +68,7 @@ class PrefetchToL2(_Load):
     """All host pages are taken at once; the chunks load in parallel."""
 
     def __init__(self, core: RuntimeCore, copies: Copies, action: Prefetch) -> None:
-        super().__init__(core, copies, action, CHUNK_PAGES)
+        super().__init__(core, copies, action, action.keys.page_count)
         self.slots: Slots = {}
         self.request = SlotRequest(
             SlotKind.LOAD,
@@ -143,8 +145,7 @@ class PrefetchToL1(_Load):
     """Device pages are reserved at its start; host pages are a window that the chunks share."""
 
     def __init__(self, core: RuntimeCore, copies: Copies, action: Prefetch) -> None:
-        window = core.staging.load_window
-        super().__init__(core, copies, action, max(1, min(CHUNK_PAGES, window // STREAM_DEPTH)))
+        super().__init__(core, copies, action, core.staging.load_window // STREAM_DEPTH)
         self.target: PageSet = {}
         self.next = 0
         self.running = 0

@@ -16,8 +16,20 @@ from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.handles import Extents, Tier
 from kvstrata.staging import Slots
 
-CHUNK_PAGES = 64
-"""Most pages of one storage job and of one step through the window."""
+_CHUNK_PAGES = 64
+_SMALL_CHUNK_PAGES, _SMALL_CHUNK_BYTES = 128, 8 << 20
+
+
+def chunk_pages(page_bytes: int) -> int:
+    """Most pages of one storage job and of one step through the window: 64, or up to 128 as long
+    as they are 8 MiB at most. `page_bytes`: of the largest component.
+
+    A worker makes no call of two jobs, and a call to a store over the network costs as much for
+    few small pages as for many: with 128 instead of 64 a job, Mooncake moves 1.1 to 1.2 times as
+    much of 64 KiB pages a second, 1.3 to 1.5 times of 32 KiB; file systems as much. More than 128
+    gain nothing, and the larger a step, the less its storage and its copy overlap.
+    """
+    return max(_CHUNK_PAGES, min(_SMALL_CHUNK_PAGES, _SMALL_CHUNK_BYTES // page_bytes))
 
 
 @dataclass(eq=False, slots=True)

@@ -35,13 +35,12 @@ from kvstrata.backends.mooncake.network import enter_private_network, return_to_
 from kvstrata.backends.process import ProcessBackend
 from kvstrata.boundary import Outcome
 from kvstrata.errors import InputError, StorageError, Where
+from kvstrata.gpu_runtime.transfers import chunk_pages
 from kvstrata.units import parse_size
 
 PAGE_BYTES = (2 << 20, 64 << 10)
 RAW = "raw"
 DEADLINE_S = 120.0
-JOB_BYTES = 32 << 20
-"""Pages of one job: what a runtime lends at a time."""
 OPTIONS = MooncakeOptions(master="127.0.0.1:21700", admin="127.0.0.1:21701")
 
 
@@ -205,7 +204,7 @@ class WorkerPath:
         expected: Outcome,
     ) -> None:
         pages, results = self.pages, list[JobResult]()
-        each = max(1, JOB_BYTES // pages.page_bytes)
+        each = chunk_pages(pages.page_bytes)  # jobs as a runtime makes them
         left = threading.Semaphore(0)
 
         def done(result: JobResult) -> None:
