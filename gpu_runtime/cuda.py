@@ -90,8 +90,13 @@ class CudaStream(CpuStream):
         self._completions.put(event)
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._device.torch_device)
-        torch.cuda.set_stream(self.cuda)
+        try:
+            torch.cuda.set_device(self._device.torch_device)
+            torch.cuda.set_stream(self.cuda)
+        except BaseException as exc:
+            logger.exception("stream %s cannot begin", self.name)
+            self._device.fault = self._device.fault or exc
+            return
         super()._run()
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:

@@ -3,9 +3,9 @@
 The bus is the copy engines' work, which takes no multiprocessor. They are slow only when pieces are
 small, so there are two ways, by the size of a piece (a layer's K, say, of one page):
 
-* `direct`, from DIRECT_BYTES on: one call of the driver names all pieces of a slice. Measured on an
-  H200: 0.99 of a contiguous copy with pieces of 72 and 128 KiB, 0.96 and less below 64 KiB, where
-  enqueueing (0.8 µs a piece, without the interpreter lock) also takes longer than the bus.
+* `direct`, from DIRECT_BYTES on: a few calls of the driver name all pieces of a slice. Measured on
+  an H200: 0.98 to 0.99 of a contiguous copy with pieces of 72 and 128 KiB, 0.96 and less below
+  64 KiB, where enqueueing (0.5 to 0.8 µs a piece) also takes longer than the bus.
 * through chunks: a small kernel gathers pieces into one of two contiguous chunks of device memory,
   and the copy engine moves whole pages from there, while the kernel fills the other chunk; scatter
   is the mirror image. Copies are on a stream of their own, one behind the other: on two streams the
@@ -13,14 +13,15 @@ small, so there are two ways, by the size of a piece (a layer's K, say, of one p
   0.98 and more with pieces of 18 and 32 KiB.
 
 What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
-is on the thread that launches compute, and the calls that take long give the interpreter lock away.
+is on the thread that launches compute; calls that take long give the interpreter lock away, those
+of microseconds keep it (see `cuda_driver`).
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Protocol
@@ -55,7 +56,8 @@ class CopyStream(Protocol):
 FIRST_BYTES = 8 << 20
 """Of a direct copy, so much goes first: the driver starts when its call returns."""
 RING = 16
-"""Chunks that may be enqueued at once: more than `CopyQueue` lets be under way. Even."""
+"""Chunks that may be enqueued at once. Even. With the default sizes more than `CopyQueue` lets be
+under way; else the enqueueing thread waits for the first of them."""
 ORDER_PAGES = 2048
 """Most pages of one chunk."""
 
@@ -169,16 +171,21 @@ class CudaCopies:
         self._steps = self._steps or self._new_steps()
         starts = memory.layout.starts - memory.layout.starts[0]
         words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
-        self._known.append((memory, words))
-        if HAS_TRITON:
-            self._capture(len(self._known) - 1)
+        captured = self._capture(memory, words) if HAS_TRITON else []
         torch.cuda.synchronize(self._device)
+        for step, (graph, kernel) in zip(self._steps, captured, strict=False):
+            step.captured.append(graph)
+            step.graphs.append(kernel)
+        self._known.append((memory, words))
 
     def close(self) -> None:
         """When the streams have ended: give graphs and chunks back."""
-        for step in self._steps:
-            for graph in step.graphs:
-                cuda_driver.destroy(graph)
+        with torch.cuda.device(self._device):
+            for graph in (graph for step in self._steps for graph in step.graphs):
+                with suppress(
+                    cuda_driver.CudaCopyError
+                ):  # the others, and the memory, go all the same
+                    cuda_driver.destroy(graph)
         self._steps.clear()
         self._known.clear()
 
@@ -289,8 +296,10 @@ class CudaCopies:
             for i in range(self._ring)
         ]
 
-    def _capture(self, number: int) -> None:
-        memory, starts = self._known[number]
+    def _capture(
+        self, memory: DevicePages, starts: torch.Tensor
+    ) -> list[tuple[torch.cuda.CUDAGraph, int]]:
+        """The kernel for each step, as it was captured, and as it can be launched; all or none."""
         layout, pool = memory.layout, memory.first_word
         grid = torch.cuda.get_device_properties(self._device).multi_processor_count
 
@@ -313,16 +322,22 @@ class CudaCopies:
         with torch.cuda.stream(self._kernels):
             launch(self._steps[0])  # compiles, which a capture does not allow
         self._kernels.synchronize()
-        with _no_collection():
-            for step in self._steps:
-                graph = torch.cuda.CUDAGraph(keep_graph=True)
-                # Other threads may use the device meanwhile.
-                with torch.cuda.graph(
-                    graph, stream=self._kernels, capture_error_mode="thread_local"
-                ):
-                    launch(step)
-                step.captured.append(graph)
-                step.graphs.append(cuda_driver.instantiate(graph.raw_cuda_graph()))
+        captured: list[tuple[torch.cuda.CUDAGraph, int]] = []
+        try:
+            with _no_collection():
+                for step in self._steps:
+                    graph = torch.cuda.CUDAGraph(keep_graph=True)
+                    # Other threads may use the device meanwhile.
+                    with torch.cuda.graph(
+                        graph, stream=self._kernels, capture_error_mode="thread_local"
+                    ):
+                        launch(step)
+                    captured.append((graph, cuda_driver.instantiate(graph.raw_cuda_graph())))
+        except BaseException:
+            for _, kernel in captured:
+                cuda_driver.destroy(kernel)
+            raise
+        return captured
 
 
 @contextmanager

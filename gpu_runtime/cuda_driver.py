@@ -110,8 +110,8 @@ def copy_batch(
 
 
 def record(event: int, stream: int) -> None:
-    """cuEventRecord. This and the next two take handles, as torch tells them, keep the interpreter
-    lock, and raise CudaCopyError."""
+    """cuEventRecord. All these take handles, as torch tells them, keep the interpreter lock, and
+    raise CudaCopyError."""
     _call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
 
@@ -126,7 +126,8 @@ def launch(graph: int, stream: int) -> None:
 
 
 def instantiate(captured: int) -> int:
-    """A graph that can be launched, of a CUgraph; `destroy` gives it back. Raises CudaCopyError."""
+    """A graph that can be launched, of a CUgraph; `destroy` gives it back. Not for a thread that is
+    in a hurry: it may take a millisecond."""
     graph = ctypes.c_void_p()
     arguments = ctypes.byref(graph), ctypes.c_void_p(captured), ctypes.c_ulonglong(0)
     _call("cuGraphInstantiateWithFlags", *arguments)

@@ -4,7 +4,7 @@ Any component and dtype, as bytes, with wide loads. One program a multiprocessor
 a few microseconds, where a few programs keep theirs for a tenth of a millisecond, and a kernel of
 the model that deals its work out evenly waits for the slowest. What differs from call to call is in
 memory and not in the arguments, so one captured graph serves all calls: its launch takes a tenth of
-the host's time that Triton's own takes, and none of it with the interpreter lock.
+the host's time that Triton's own takes.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ class SharedRegion:
                 self._map.madvise(_MADV_POPULATE_WRITE)
         except (OSError, ValueError, OverflowError) as exc:
             self.close()
+            self.__dict__.pop("_map", None)
             raise _cannot_map(nbytes, exc, huge_pages=huge_pages) from exc
         self.view = memoryview(self._map)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)

@@ -189,6 +189,6 @@ class ProcessBackend(StorageBackend):
                 memory.copy_out()
                 copied += time.perf_counter() - start
             note_copy(copied)
-            return wire.unpack_results(answer)
+            return child.judge(lambda: wire.unpack_results(answer))
         finally:
             memory.close()

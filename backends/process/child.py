@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 from kvstrata.backends.process.wire import (
     ANSWER_TO,
@@ -30,6 +31,8 @@ ASK_CHANNELS = 2
 SCAN_CHANNELS = 2
 EVENTS_TIMEOUT_S = 5.0
 """For the rest of a message that has begun."""
+
+_T = TypeVar("_T")
 
 
 class Channels:
@@ -146,13 +149,23 @@ class Child:
             yield
         except (EOFError, OSError, ValueError) as error:
             channel.close()
-            self.kill(f"it talks nonsense: {error}" if isinstance(error, ValueError) else "")
-            self.dead.wait()
-            raise StorageUnavailableError(self.why) from error
+            self._break_off(error)
         except BaseException:  # the child's answer, or the end of a generator
             channels.give(channel)
             raise
         channels.give(channel)
+
+    def judge(self, read: Callable[[], _T]) -> _T:
+        """What `read` makes of an answer; a child that contradicts itself is killed, too."""
+        try:
+            return read()
+        except ValueError as error:
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> NoReturn:
+        self.kill(f"it talks nonsense: {error}" if isinstance(error, ValueError) else "")
+        self.dead.wait()
+        raise StorageUnavailableError(self.why) from error
 
     def kill(self, why: str = "") -> None:
         """Any thread; at once. `dead` follows. Without `why` it had broken off by itself. A fork of

@@ -21,6 +21,7 @@ import pytest
 from kvstrata.backends import BackendContext
 from kvstrata.backends.policies import ProcessSettings
 from kvstrata.backends.process import ProcessBackend, wire
+from kvstrata.boundary import Outcome
 from kvstrata.errors import KvstrataError, StorageError, StorageUnavailableError
 
 WAIT_S = 20.0
@@ -82,7 +83,7 @@ class Hostile(MemoryBackend):
             raise StorageError("no file \\udcff")
         if how == "more":
             return [True] * (len(objects) + 7)
-        if how and not how.startswith("open") and not os.path.exists(self.options.once):
+        if how and hasattr(self, "_" + how) and not os.path.exists(self.options.once):
             Path(self.options.once).touch()
             getattr(self, "_" + how)()
         return super().exists(objects)
@@ -92,6 +93,11 @@ class Hostile(MemoryBackend):
             return [PageResult(Outcome.ERROR, 0, "no file \\udcff") for _ in requests]
         if self.options.how == "objects":
             return [PageResult(Outcome.LOADED, object()) for _ in requests]
+        if self.options.how == "contradicts" and not os.path.exists(self.options.once):
+            Path(self.options.once).touch()
+            body = msgspec.msgpack.encode(["Results", [Outcome.LOADED], [1, 2], {}])
+            say(struct.pack("<IB", len(body), 0) + body)
+            time.sleep(1000)
         return super().read(requests)
 
     def usage(self):
@@ -230,6 +236,20 @@ def test_nonsense_costs_the_call(open_hostile, make_pages, how: str) -> None:
     assert not Path(f"/proc/{pid}").exists()
     assert backend.wait_up(WAIT_S)
     assert in_time(lambda: backend.exists(pages.names(0, 1))) == [False]
+
+
+def test_results_that_contradict_themselves(open_hostile, make_pages) -> None:
+    """They can be decoded, and are nonsense all the same."""
+    pages = make_pages()
+    backend = open_hostile("contradicts")
+    pid = backend.pid
+    answer = in_time(lambda: backend.read(pages.reads(0, 2)))
+    assert isinstance(answer, StorageUnavailableError)
+    assert "different numbers" in str(answer)
+    assert not Path(f"/proc/{pid}").exists()
+    assert backend.wait_up(WAIT_S)
+    results = in_time(lambda: backend.read(pages.reads(0, 2)))
+    assert [r.outcome for r in results] == [Outcome.MISSING] * 2
 
 
 def test_descriptors_that_come_with_an_answer(open_hostile, make_pages) -> None:
