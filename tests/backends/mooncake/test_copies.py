@@ -12,6 +12,8 @@ from kvstrata.backends.mooncake.names import by_segment, key_of, parse_key, rank
 from kvstrata.boundary import Outcome
 
 PAGE = 65536
+SOON_S = 8.0
+"""For what takes two seconds at most on a machine that does nothing else."""
 
 
 def _check(backend, pages, start: int, stop: int) -> None:
@@ -39,7 +41,7 @@ def test_a_store_is_killed_and_no_page_is_lost(site, make_pages, until) -> None:
     _check(backend, pages, 0, 64)  # at once: by fail-over, before anybody knows
     assert backend.counts.snapshot()["failovers"] > 0
     took = until(lambda: backend.health().state.value == "degraded")
-    assert took < 2.0
+    assert took < SOON_S
     _check(backend, pages, 0, 64)
     assert backend.exists(pages.names(0, 64)) == [True] * 64
 

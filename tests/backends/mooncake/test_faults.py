@@ -17,8 +17,10 @@ from kvstrata.boundary import Outcome
 from kvstrata.errors import ConfigError, StorageError, StorageUnavailableError
 
 PAGE = 65536
-FAST_S = 0.5
-"""What a call may take when the master is known to be away."""
+FAST_S = 2.0
+"""What four calls may take when the master is known to be away; to ask it takes a second each."""
+SOON_S = 8.0
+"""For what takes two seconds at most on a machine that does nothing else."""
 
 
 def _outcomes(results) -> set[Outcome]:
@@ -33,7 +35,7 @@ def test_the_master_is_down_at_the_start_and_comes_later(site, make_pages, until
     pages = make_pages(PAGE, chain="late")
     start = time.monotonic()
     backend = site.open()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < SOON_S
     assert backend.health().state is HealthState.OPEN
     start = time.monotonic()
     for call in (
@@ -46,7 +48,7 @@ def test_the_master_is_down_at_the_start_and_comes_later(site, make_pages, until
             call()
     assert time.monotonic() - start < FAST_S
     site.start(1)
-    assert until(_is(backend, HealthState.OK)) < 2.0
+    assert until(_is(backend, HealthState.OK)) < SOON_S
     assert _outcomes(backend.write(pages.writes(0, 4))) == {Outcome.STORED}
     assert _outcomes(backend.read(pages.reads(0, 4))) == {Outcome.LOADED}
 
@@ -60,8 +62,8 @@ def test_the_master_is_killed_and_comes_back_empty(site, start_worker, make_page
     start = time.monotonic()
     loads = [jobs.load(pages.loads(0, 8), deadline_s=2.0) for _ in range(2)]
     assert {o for load in loads for o in load.outcomes()} <= {Outcome.UNAVAILABLE, Outcome.TIMEOUT}
-    assert time.monotonic() - start < 3.0, "no load hangs past its deadline"
-    assert until(_is(backend, HealthState.OPEN)) < 2.0
+    assert time.monotonic() - start < SOON_S, "no load hangs past its deadline"
+    assert until(_is(backend, HealthState.OPEN)) < SOON_S
     assert jobs.lookup(pages.names(0, 8)).count() == 0
 
     cluster.start_master()
@@ -106,11 +108,11 @@ def test_a_master_that_hangs(site, make_pages, until) -> None:
     start = time.monotonic()
     with contextlib.suppress(StorageError):
         backend.read(pages.reads(0, 4))
-    assert time.monotonic() - start < 3.0
-    assert until(_is(backend, HealthState.OPEN)) < 2.0
+    assert time.monotonic() - start < SOON_S
+    assert until(_is(backend, HealthState.OPEN)) < SOON_S
     start = time.monotonic()
     second = site.open()
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < SOON_S
     assert second.health().state is HealthState.OPEN
     os.kill(cluster.master.pid, signal.SIGCONT)
     until(_is(backend, HealthState.OK))
@@ -130,7 +132,7 @@ def test_a_store_is_killed_and_its_pages_are_stored_anew(site, make_pages, until
     assert all("segment_lost" in results[i].message for i in lost)
     found = backend.exists(pages.names(0, 64))
     assert [i for i in range(64) if not found[i]] == lost, "what cannot be read does not exist"
-    assert until(_is(backend, HealthState.DEGRADED)) < 2.0
+    assert until(_is(backend, HealthState.DEGRADED)) < SOON_S
     again = backend.write([pages.writes(i, i + 1)[0] for i in lost])
     assert _outcomes(again) == {Outcome.STORED}, "on the segments that are left"
     assert _outcomes(backend.read(pages.reads(0, 64))) == {Outcome.LOADED}
@@ -196,7 +198,8 @@ def test_a_page_is_evicted_between_exists_and_read(shared, start_worker, make_pa
 
 def test_a_client_that_does_not_recover_is_replaced(site, make_pages, until, monkeypatch) -> None:
     site.start(1)
-    monkeypatch.setattr("kvstrata.backends.mooncake.link.REBUILD_S", 0.5)
+    monkeypatch.setattr("kvstrata.backends.mooncake.link.REBUILD_S", 0.2)
+    monkeypatch.setattr("kvstrata.backends.mooncake.link.PROBE_S", 0.05)
     backend, pages = site.open(), make_pages(PAGE, chain="anew")
     backend.write(pages.writes(0, 2))
 
@@ -229,7 +232,7 @@ def test_without_the_http_server(site, make_pages, until) -> None:
         with pytest.raises(StorageError, match="admin"):
             ask()
     cluster.kill_master()
-    assert until(_is(backend, HealthState.OPEN)) < 2.0
+    assert until(_is(backend, HealthState.OPEN)) < SOON_S
 
 
 def test_rdma_without_a_device(shared, monkeypatch) -> None:

@@ -15,6 +15,8 @@ from kvstrata.backends.mooncake.network import enter_private_network, return_to_
 from kvstrata.boundary import Outcome
 
 PAGE = 65536
+SOON_S = 8.0
+"""For what takes two seconds at most on a machine that does nothing else."""
 NEAR, FAR = "10.99.0.1", "10.99.0.2"
 
 
@@ -83,8 +85,8 @@ def test_the_cable_is_pulled_and_plugged_in(far, site, start_worker, make_pages,
     loads = [jobs.load(pages.loads(0, 16), deadline_s=2.0) for _ in range(3)]
     found = {outcome for load in loads for outcome in load.outcomes()}
     assert found <= {Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.OVERLOADED}
-    assert time.monotonic() - start < 3.0, "no load hangs past its deadline"
-    assert until(lambda: backend.health().state is HealthState.OPEN) < 2.0
+    assert time.monotonic() - start < SOON_S, "no load hangs past its deadline"
+    assert until(lambda: backend.health().state is HealthState.OPEN) < SOON_S
     assert jobs.lookup(pages.names(0, 16), deadline_s=1.0).count() == 0
 
     far.plug("up")

@@ -25,6 +25,8 @@ LENGTHS = {"short": (200, 322, 32 << 20), "long": (1000, 5780, 128 << 20)}
 is killed. `KVSTRATA_REPLAY=long` takes a minute."""
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 CLI = (sys.executable, "-m", "kvstrata.tools.cli")
+SOON_S = 8.0
+"""For what takes two seconds at most on a machine that does nothing else."""
 
 CHILD = """\
 import os, signal, sys
@@ -90,7 +92,7 @@ def test_a_process_ends_when_the_master_is_dead(site) -> None:
     start = time.monotonic()
     child.communicate(timeout=20)
     assert child.returncode == 0
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < SOON_S
 
 
 # ── kvstrata mooncake up ─────────────────────────────────────────────────────────────────────────
