@@ -50,8 +50,8 @@ TESTS: dict[str, list[str]] = {
 }  # fmt: skip
 """Part → what pytest runs of the tests that are marked `cuda`."""
 SANITIZED = {
-    "memcheck": "hits_from_each_tier or (every_type_and_odd_size and bfloat16)",
-    "racecheck": "every_type_and_odd_size and bfloat16",
+    "memcheck": "hits_from_each_tier or (every_type_and_odd_size and bfloat16) or (odd and bytes)",
+    "racecheck": "(every_type_and_odd_size and bfloat16) or (odd and bytes)",
 }
 """Tool of compute-sanitizer → a short choice of tests: each takes ten times as long, and more."""
 SANITIZED_FILES = ["tests/tiers/test_cuda_order.py", "tests/gpu_runtime/test_transfer_cuda.py"]

@@ -22,7 +22,7 @@ LONG_S = 20.0
 
 class InstantEvent:
     def __init__(self, **kind: bool) -> None:
-        del kind
+        self.kind = kind
         self.synchronize: Callable[[], None] = lambda: None
 
     def record(self, stream: object = None) -> None:
@@ -95,19 +95,57 @@ def broken() -> None:
 def test_order_and_completions(device: Any, registry: Registry) -> None:
     device.pin(4096, [100, 50])
     heard: list[str] = []
-    gate = Gate(shut=True)
-    device.h2d.enqueue(gate.pass_through)
+    work, callback = Gate(shut=True), Gate(shut=True)
+    device.h2d.enqueue(work.pass_through)
     event = device.h2d.record()
     device.compute.wait_event(event)
     behind = device.compute.record()
-    for each, name in ((behind, "behind"), (event, "event")):
-        each.on_complete(lambda name=name: heard.append(name))
-    gate.open()
+    event.on_complete(lambda: (callback.pass_through(), heard.append("event")))
+    behind.on_complete(lambda: heard.append("behind"))
+    work.open()
+    callback.wait_for_one()
+    assert not behind.wait(0.05), "the GPU has passed both; the callback of the first runs"
+    callback.open()
     assert behind.wait(LONG_S)
     assert heard == ["event", "behind"]
+    assert device.compute.has_waited
+    assert not device.h2d.has_waited
     assert registry.registered == {4096: 100, 4196: 50}
     assert close_at_once(device)
     assert not registry.registered
+
+
+def test_who_spins_and_what_is_used_again(device: Any) -> None:
+    """A host thread spins for the end of a copy alone: not for a slice, nor for a model's step."""
+    assert not device.h2d.new_event().cuda.kind["blocking"]
+    assert device.compute.new_event().cuda.kind["blocking"]
+    assert device.h2d.record().cuda.kind["blocking"]
+    spans = []
+    for _ in range(3):
+        device.d2h.enqueue(lambda: None, 5)
+        event = device.d2h.record()
+        assert event.wait(LONG_S)
+        spans.append(event.spans)
+    assert spans[0] == spans[1] == spans[2]
+    assert len(spans[0]) == 1
+    assert device._timeline.totals()["d2h"].nbytes == 15
+
+
+def test_a_stream_that_cannot_begin_breaks_the_device(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what it would have done."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(cuda.torch.cuda, "set_device", fail)
+    stream = cuda.CudaStream("late", Timeline(), device)
+    stream.enqueue(lambda: None)
+    event = stream.record()
+    with pytest.raises(IntegrityError, match="planted"):
+        device.await_unless_broken(event.wait)
+    stream.close(LONG_S)
 
 
 def test_a_callback_that_raises_breaks_the_device(device: Any) -> None:

@@ -1,0 +1,226 @@
+"""`CudaCopies` without a GPU: which bytes it names, in what order, and what a failure leaves.
+
+The driver is one that copies at once; the kernel is torch's. On a GPU: `test_transfer_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.gpu_runtime import adopt, cuda_copies, cuda_driver
+from kvstrata.gpu_runtime.cuda_copies import CudaCopies
+from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
+from kvstrata.gpu_runtime.transfers import slices_of
+
+STREAMS = "bus", "kernels"
+PIECES = [1, 7, 8, 42, 80, 4096, 65536, 70000]
+
+
+class Event:
+    """Notes who records it and who waits for it."""
+
+    log: list[tuple[str, str]]
+
+    def __init__(self, stream: Any, *, blocking: bool = False) -> None:
+        del stream, blocking
+        self._after = ""
+
+    def record(self, stream: Any) -> None:
+        self._after = stream.name
+
+    def hold_back(self, stream: Any) -> None:
+        self.log.append((stream.name, self._after))
+
+    def synchronize(self) -> None:
+        return
+
+
+class Driver:
+    """Copies at once, and checks that no copy crosses memory that was registered apart."""
+
+    CudaCopyError = cuda_driver.CudaCopyError
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[int, int]] = []
+        self.has_batches = lambda: True
+
+    def copy_batch(self, targets: Any, sources: Any, nbytes: Any, *_: Any, **__: Any) -> None:
+        for numbers in (targets, sources, nbytes):
+            assert numbers.dtype == np.int64
+            assert numbers.flags.c_contiguous
+            assert len(numbers) == len(nbytes) > 0
+        for target, source, n in zip(
+            *(a.tolist() for a in (targets, sources, nbytes)), strict=True
+        ):
+            for begin, end in self.regions:
+                assert all(a + n <= end for a in (target, source) if begin <= a < end), "it crosses"
+            ctypes.memmove(target, source, n)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    Event.log = []
+    names = iter(STREAMS * 1000)
+    cuda = SimpleNamespace(
+        Stream=lambda **_: SimpleNamespace(name=next(names), cuda_stream=0),
+        device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
+        set_device=lambda _: None, synchronize=lambda *_: None,
+    )  # fmt: skip
+    fake = SimpleNamespace(
+        cuda=cuda, empty=torch.empty, uint8=torch.uint8, int64=torch.int64,
+        zeros=lambda n, dtype, **_: torch.zeros(n, dtype=dtype), from_numpy=torch.from_numpy,
+    )  # fmt: skip
+    driver = Driver()
+    for name, value in {
+        "torch": fake, "_Event": Event, "HAS_TRITON": False, "cuda_driver": driver
+    }.items():  # fmt: skip
+        monkeypatch.setattr(cuda_copies, name, value)
+    return driver
+
+
+def made(*, out: bool, chunk_bytes: int = 1 << 20, waited: bool = False) -> CudaCopies:
+    owner: Any = SimpleNamespace(
+        cuda=SimpleNamespace(name="owner", cuda_stream=0), has_waited=waited
+    )
+    return CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes)
+
+
+def pool(rng: np.random.Generator, layers: int, pages: int, piece: int) -> tuple[DevicePages, Any]:
+    """Pages, and their bytes: uint8 [layers, pages, piece]."""
+    raw = rng.integers(0, 256, (layers, pages, piece), np.uint8)
+    return adopt([torch.from_numpy(layer) for layer in raw], page_axis=0), raw
+
+
+@pytest.mark.parametrize("part_of_ten", range(10))
+def test_every_byte_goes_where_it_should(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, seed: int, part_of_ten: int
+) -> None:
+    """Random sizes, strides, regions, parts and chunks, by batches or one by one: exactly the bytes
+    that were named move, and no others."""
+    rng = np.random.default_rng((seed, part_of_ten))
+    for _ in range(30):
+        layers, pages, piece = rng.integers(1, 5), rng.integers(1, 40), rng.choice(PIECES)
+        memory, device = pool(rng, int(layers), int(pages), int(piece))
+        slots, stride = int(rng.integers(1, 50)), memory.page_bytes + int(rng.choice([0, 64, 13]))
+        host = rng.integers(0, 256, (slots, stride), np.uint8)
+        border = memory.host_chunk_pages = int(rng.integers(1, slots + 1))
+        at = host.ctypes.data
+        driver.regions = [
+            (at + i * stride, at + min(i + border, slots) * stride) for i in range(0, slots, border)
+        ]
+        monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 2, 2048])))
+        monkeypatch.setattr(cuda_copies, "FIRST_BYTES", int(rng.choice([1, 100_000, 8 << 20])))
+        out, chunk = bool(rng.integers(2)), memory.page_bytes * int(rng.integers(1, 9))
+        copies = made(out=out, chunk_bytes=chunk + int(rng.integers(0, 5)))
+        n = int(rng.integers(1, min(pages, slots) + 1))
+        numbers = rng.permutation(int(pages))[:n]
+        places = rng.permutation(slots)[:n] if rng.integers(2) else np.arange(slots)[-n:]
+        begin = int(rng.integers(layers))
+        part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
+        want_host, want_device = host.copy(), device.copy()
+        for j in range(layers)[part]:
+            here = (places, slice(j * piece, (j + 1) * piece))
+            if out:
+                want_host[here] = device[j][numbers]
+            else:
+                want_device[j][numbers] = host[here]
+        copy = PageCopy(memory, numbers, host, places, part)
+        for one in slices_of(copy, int(rng.choice([1, memory.page_bytes * 3, 1 << 30]))):
+            copies.copy(one)
+        assert (host == want_host).all()
+        assert (device == want_device).all()
+
+
+@pytest.mark.parametrize("piece", [64, 65536])
+@pytest.mark.parametrize("out", [True, False])
+def test_who_waits_for_whom(driver: Driver, out: bool, piece: int) -> None:
+    """Copies wait for what their stream waited for, chunks are handed on, and the stream is behind
+    all of it."""
+    rng = np.random.default_rng(1)
+    memory, _ = pool(rng, 2, 8, piece)
+    host = np.zeros((8, memory.page_bytes), np.uint8)
+    copies = made(out=out, chunk_bytes=2 * memory.page_bytes, waited=True)
+    copy = PageCopy(memory, np.arange(8), host, rng.permutation(8))
+    copies.copy(copy)
+    first, last = Event.log[:2], Event.log[-2:]
+    assert first == [("bus", "owner"), ("kernels", "owner")]
+    assert last == [("owner", "bus"), ("owner", "kernels")]
+    between = Event.log[2:-2]
+    if piece == 65536:
+        assert not between
+    elif out:  # the chunk is free again, then it is full
+        assert between[-2:] == [("kernels", "bus"), ("bus", "kernels")]
+        assert len(between) == 8
+    else:
+        assert between[-2:] == [("bus", "kernels"), ("kernels", "bus")]
+    Event.log.clear()
+    copies.copy(copy)  # nothing was waited for meanwhile
+    assert ("bus", "owner") not in Event.log
+
+
+@pytest.fixture
+def capture(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Kernels are names: what is captured now is that of the pool that was named last."""
+    now = [""]
+
+    class Graph:
+        def __init__(self, *, keep_graph: bool) -> None:
+            assert keep_graph
+            self.name = now[0]
+
+        def raw_cuda_graph(self) -> str:
+            return self.name
+
+    cuda: Any = cuda_copies.torch.cuda
+    cuda.CUDAGraph, cuda.graph = Graph, lambda *_, **__: nullcontext()
+    cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=2)
+    stream = cuda.Stream
+    cuda.Stream = lambda **_: SimpleNamespace(**vars(stream()), synchronize=lambda: None)
+    for name in ("fetch_order", "move_pieces"):
+        monkeypatch.setattr(cuda_copies, name, lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(cuda_copies, "HAS_TRITON", True)
+    return lambda name: now.__setitem__(0, name)
+
+
+def test_a_capture_that_fails_leaves_nothing(driver: Any, capture: Callable[[str], None]) -> None:
+    """Else chunks of one pool would be moved by another pool's kernel."""
+    rng, left = np.random.default_rng(1), random.Random(1).randrange(3, 12)
+    alive: list[str] = []
+
+    def instantiate(name: str) -> str:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise cuda_driver.CudaCopyError("planted")
+        alive.append(name)
+        return name
+
+    driver.instantiate, driver.destroy = instantiate, alive.remove
+    copies, (first, _), (second, _) = made(out=True), pool(rng, 2, 8, 64), pool(rng, 2, 8, 64)
+    capture("first")
+    with pytest.raises(cuda_driver.CudaCopyError):
+        copies.prepare(first)
+    assert not alive
+    capture("second")
+    copies.prepare(second)
+    capture("first")
+    copies.prepare(first)
+    for step in copies._steps:
+        assert step.graphs == ["second", "first"]
+
+    def refuse(name: str) -> None:
+        alive.remove(name)
+        raise cuda_driver.CudaCopyError("planted")
+
+    driver.destroy = refuse
+    copies.close()
+    assert not alive
