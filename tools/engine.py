@@ -101,9 +101,18 @@ def device_of(config: Config) -> Callable[[Timeline], Device]:
     return CpuDevice
 
 
-def open_engine(config: Config, runner: ModelRunner, *, max_batch: int | None = None) -> Engine:
+def open_engine(
+    config: Config,
+    runner: ModelRunner,
+    *,
+    max_batch: int | None = None,
+    opened: Callable[[], None] = lambda: None,
+) -> Engine:
     """Build and start everything that `config` names. Raises ConfigError (with the place of the
-    setting), PluginError or StorageError; nothing is left running then."""
+    setting), PluginError or StorageError; nothing is left running then.
+
+    `opened` is called when all is there, before an operator can see it. From then on, until the
+    engine is in its caller's hands, no signal handler may raise: nobody would close it."""
     namespace = config.namespace().fingerprint()
     backend, policies = config.l3_backend, config.policies
     cache = CacheControl(
@@ -143,6 +152,7 @@ def open_engine(config: Config, runner: ModelRunner, *, max_batch: int | None = 
             raise located(error, config, config.l3.backend) from error
         undo.callback(runtime.close, ABORT_DEADLINE_S)
         scheduler = Scheduler(runtime, cache, prefetch, restore, settings)
+        opened()
         if admin is not None:
             admin.start(runtime, config)
         undo.pop_all()

@@ -97,10 +97,9 @@ def run_replay(
     totals, stop = ReplayTotals(), stop or Interruption()
     count = sum(1 for _ in read_trace(trace, requests))  # a bad line ends it before it began
     pending = read_trace(trace, requests)
-    with open_engine(config, OracleRunner(), max_batch=batch) as engine:
+    with open_engine(config, OracleRunner(), max_batch=batch, opened=stop.enter_loop) as engine:
         gc.freeze()  # a full collection would walk every imported module, 10 ms and more each time
         started = time.monotonic()
-        stop.in_loop = True
         backend = config.l3_backend
         settle_s = SETTLE_S + (backend.deadline_s if backend else 0.0)
         for result in _drive(engine, pending, trace, decode, stop, settle_s=settle_s):

@@ -32,6 +32,9 @@ class Interruption:
     signal: int = 0
     """The last signal that came."""
 
+    def enter_loop(self) -> None:
+        self.in_loop = True
+
     @property
     def exit_code(self) -> int | None:
         """The shell's code for a process that a signal ended; None: none came."""

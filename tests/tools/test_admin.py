@@ -92,6 +92,7 @@ class Server:
         with self.process:
             _, errors = self.process.communicate(timeout=WAIT_S)
         assert b"Traceback" not in errors, errors.decode()
+        print(errors.decode())  # seen when the exit code is not what the test wants
         return self.process.returncode
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import stat
 import struct
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,6 +47,9 @@ from kvstrata.tools.admin import (
 from kvstrata.tools.admin_server import AdminServer
 from kvstrata.tools.admin_socket import AdminSocket
 from kvstrata.tools.engine import Engine, open_engine
+from kvstrata.tools.replay import run_replay
+from kvstrata.tools.replay_control import interruptible
+from kvstrata.tools.trace import shipped_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Where(key="admin.socket")
@@ -361,6 +366,23 @@ def test_a_command_under_way_delays_the_end_no_longer_than_said(
     leave.set()
     thread.join(10)
     assert "at last" in str(errors[0])
+
+
+def test_a_signal_while_the_engine_is_handed_over(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator sees it a moment before the replay has it. It is closed all the same."""
+
+    def told_to_end(*args: Any, **options: Any) -> Engine:
+        engine = open_engine(*args, **options)
+        signal.raise_signal(signal.SIGTERM)
+        return engine
+
+    monkeypatch.setattr("kvstrata.tools.replay.open_engine", told_to_end)
+    with interruptible() as stop:
+        report = run_replay(config, shipped_trace(), stop=stop)
+    assert (stop.exit_code, report.run.complete) == (128 + signal.SIGTERM, False)
+    assert [*path.parent.iterdir()] == []
 
 
 def test_nothing_is_left_when_an_engine_cannot_start(
