@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -69,9 +71,26 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7""",
 }
 
 
+_started: list[subprocess.Popen[Any]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """However a test ends."""
+    yield
+    while _started:
+        with _started.pop() as process:  # closes its pipes and waits
+            process.kill()
+
+
+def _popen(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    _started.append(subprocess.Popen(command, **options))
+    return _started[-1]
+
+
 def _start(code: str, options) -> subprocess.Popen[bytes]:
     text = msgspec.json.encode(options).decode()
-    return subprocess.Popen([sys.executable, "-c", code, text], env=ENV, stderr=subprocess.DEVNULL)
+    return _popen([sys.executable, "-c", code, text], env=ENV, stderr=subprocess.DEVNULL)
 
 
 def test_processes_end_well_however_they_end(shared) -> None:
@@ -83,7 +102,7 @@ def test_processes_end_well_however_they_end(shared) -> None:
 def test_a_process_ends_when_the_master_is_dead(site) -> None:
     cluster = site.start(1)
     code = CHILD + "sys.stdout.write('ready'); sys.stdout.flush(); sys.stdin.read()"
-    child = subprocess.Popen(
+    child = _popen(
         [sys.executable, "-c", code, msgspec.json.encode(site.options).decode()],
         env=ENV, stderr=subprocess.DEVNULL, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
@@ -99,7 +118,7 @@ def test_a_process_ends_when_the_master_is_dead(site) -> None:
 
 
 def _up(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return _popen(
         [*CLI, "mooncake", "up", "--config", str(CONFIG), "--segment-bytes", "32MiB", *args],
         env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -205,7 +224,7 @@ def test_a_store_dies_in_a_replay_and_a_second_client_follows(
     args = ("replay", "--config", str(config), "--trace", str(trace))
     args += ("--requests", str(requests), "--set", "backends.pool.options.replicas=2")
     report = tmp_path / "first.json"
-    first = subprocess.Popen(
+    first = _popen(
         [*CLI, *args, "--json", str(report)], env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL
     )
     until(lambda: sum(s.used_bytes for s in site.admin.segments()) > some_bytes)
