@@ -28,6 +28,8 @@ _PING_S = 1.0
 """A thread of the library sleeps so long between two words to the master, and closing waits for it
 to wake up, with the interpreter held."""
 _BEFORE_PING_S = 0.05
+_MOST_TRIES = 5
+_closing = threading.Lock()
 
 _applied: dict[str, str] = {}
 _applying = threading.Lock()
@@ -208,9 +210,16 @@ class Client:
     def _close_later(self) -> None:
         """Closing holds the interpreter until the library's thread wakes up: begin just before.
         After hours nobody knows when that is, and it may be a second."""
-        lived_s = time.monotonic() - self._since_s
-        time.sleep(max(0.0, _PING_S - lived_s % _PING_S - _BEFORE_PING_S))
+        for _ in range(_MOST_TRIES):
+            time.sleep(max(0.0, self._before_ping_s() - _BEFORE_PING_S))
+            with _closing:  # whoever waited for another one here may be too late
+                if self._before_ping_s() <= _BEFORE_PING_S:
+                    self.close()
+                    return
         self.close()
+
+    def _before_ping_s(self) -> float:
+        return _PING_S - (time.monotonic() - self._since_s) % _PING_S
 
     def close(self) -> None:
         """Idempotent. Holds the interpreter for up to a second; see `retire`."""
@@ -292,6 +301,8 @@ def _leak(store: object) -> None:
 def _forget_after_fork() -> None:
     """A child has the library's memory and none of its threads, and the library cleans up when a
     process exits: it would wait for them. So the child leaves without that."""
+    global _closing  # noqa: PLW0603 (a lock cannot be freed by who does not hold it)
+    _closing = threading.Lock()  # a thread that is not here may have held it
     clients = list(_open_stores)
     for client in clients:
         client.abandon()
