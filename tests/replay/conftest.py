@@ -164,12 +164,23 @@ class Running:
             return False
         return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats)
 
+    def end(self) -> None:
+        """Leave nothing of it behind, however the test ended."""
+        if self._fd >= 0:
+            self.send(signal.SIGKILL)
+            self._reap()
+
+    def _reap(self) -> Any:
+        answer = self._server.ask({"wait": self.pid})
+        os.close(self._fd)
+        self._fd = -1
+        return answer
+
     def wait(self, timeout_s: float = WAIT_S) -> Done:
         in_time = self.ends_within(timeout_s)
         if not in_time:
             self.send(signal.SIGKILL)
-        answer = self._server.ask({"wait": self.pid})
-        os.close(self._fd)
+        answer = self._reap()
         texts = [self._folder / name for name in ("out", "err")]
         out, err = (path.read_text() if path.exists() else "" for path in texts)
         assert in_time, f"still running after {timeout_s} s\n{out}{err}"
@@ -244,8 +255,11 @@ class Kvstrata:
 
 
 @pytest.fixture
-def kvstrata(server: Server, tmp_path: Path) -> Kvstrata:
-    return Kvstrata(server, tmp_path)
+def kvstrata(server: Server, tmp_path: Path) -> Iterator[Kvstrata]:
+    commands = Kvstrata(server, tmp_path)
+    yield commands
+    for running in commands.started:
+        running.end()
 
 
 # ── what they leave behind ───────────────────────────────────────────────────────────────────────
