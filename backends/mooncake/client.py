@@ -191,9 +191,10 @@ class Client:
                 found[key] = ("", 0)
         return found
 
-    def retire(self) -> None:
+    def retire(self, *, process_ends: bool = False) -> None:
         """Close it when nobody will use it any more, without a wait: on return it knows no memory
-        but its own. One that gives a segment is closed at once, which takes two seconds."""
+        but its own. One that gives a segment is closed at once, which takes two seconds. In a
+        backend's own process, which then ends, there is no need to."""
         if self._store is None:
             return
         if self._options.segment_size:
@@ -201,7 +202,7 @@ class Client:
             return
         for address in list(self._registered):
             self.unregister(address)
-        if self._is_alone:  # the process ends next, and the system takes back what it has
+        if self._is_alone and process_ends:  # the system takes back what it has
             self.abandon()
             _leave_without_cleanup()
             return

@@ -112,7 +112,7 @@ class LocalCluster:
         self._wait(self.master, "master", self._is_serving, deadline_s)
 
     def start_stores(self, count: int, deadline_s: float = 20.0) -> None:
-        """All at once: most of it is waiting."""
+        """All at once: most of it is waiting. When one fails, all of these are gone."""
         options = msgspec.structs.replace(self._options, role="store", client_http_port=0)
         command = [
             sys.executable,
@@ -120,13 +120,20 @@ class LocalCluster:
             "kvstrata.backends.mooncake.store_process",
             msgspec.json.encode(options).decode(),
         ]
-        first = len(self.stores)
-        for _ in range(count):
-            self._titles.append(f"store-{next(self._numbers)}")
-            self.stores.append(self._spawn(command, self._titles[-1], dict(os.environ)))
-        for store, title in zip(self.stores[first:], self._titles[first:], strict=True):
-            self._wait(store, title, partial(self._has_joined, title), deadline_s)
-            self.names.append(self._name(title))
+        started: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            for _ in range(count):
+                title = f"store-{next(self._numbers)}"
+                started[title] = self._spawn(command, title, dict(os.environ))
+            for title, store in started.items():
+                self._wait(store, title, partial(self._has_joined, title), deadline_s)
+        except BaseException:
+            for store in started.values():
+                _kill(store)
+            raise
+        self._titles += started
+        self.stores += started.values()
+        self.names += map(self._name, started)
 
     def stop(self, deadline_s: float = _STOP_S) -> None:
         """SIGTERM for the master, and SIGKILL at the deadline. The stores are killed at once: what
@@ -252,8 +259,11 @@ class LocalCluster:
 
     def _name(self, title: str) -> str:
         """Of a store's segment; "" before it is ready."""
-        said = re.search(r"^ready (\S+) ", self._log(title), re.MULTILINE)
-        return said[1] if said else ""
+        with contextlib.suppress(OSError):
+            log = self._log_path(title).read_text(errors="replace")
+            if said := re.search(r"^ready (\S+) ", log, re.MULTILINE):
+                return said[1]
+        return ""
 
     def _segments(self) -> list[str]:
         try:

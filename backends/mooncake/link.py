@@ -116,7 +116,7 @@ class Link:
                 self._idle.wait(left)
             is_idle = not generation.users
         if is_idle:
-            generation.client.retire()
+            generation.client.retire(process_ends=True)
         else:
             generation.client.abandon()
         return is_idle

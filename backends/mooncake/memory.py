@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,7 +110,8 @@ class Span:
 class FrameWindow:
     """Slots of one header page and one payload, which is a page of a region.
 
-    A slot is made when its payload is seen first, and stays. Needs `lock`, but for `memory`.
+    A slot is made when its payload is seen first, and stays. Needs `lock`, but for `memory`. There
+    is none for memory in huge pages: a header cannot be mapped in front of a payload there.
     """
 
     def __init__(self, regions: Sequence[HostRegion], most_slots: int | None = None) -> None:
@@ -122,7 +124,7 @@ class FrameWindow:
         self._slots: dict[Place, Span] = {}
         """By payload. What a slot's span copies is the header."""
         self._next = 0
-        self._is_full = False
+        self._is_full = any(os.fstatvfs(region.fd).f_bsize != _PAGE for region in regions)
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -197,6 +197,9 @@ def test_a_page_is_evicted_between_exists_and_read(shared, start_worker, make_pa
 
 
 def test_a_client_that_does_not_recover_is_replaced(site, make_pages, until, monkeypatch) -> None:
+    """And closed, also in a process that is its backend's alone: it lives on."""
+    left: list[object] = []
+    monkeypatch.setattr("kvstrata.backends.mooncake.client._leak", left.append)
     site.start(1)
     monkeypatch.setattr("kvstrata.backends.mooncake.link.REBUILD_S", 0.2)
     monkeypatch.setattr("kvstrata.backends.mooncake.link.PROBE_S", 0.05)
@@ -206,8 +209,11 @@ def test_a_client_that_does_not_recover_is_replaced(site, make_pages, until, mon
     def broken(keys: list[str]) -> list[bool]:
         raise StorageUnavailableError("broken for ever")
 
-    backend.link._current.client.exists = broken
+    old = backend.link._current.client
+    old.exists, old._is_alone = broken, True
     until(lambda: backend.link.connections == 2)
+    until(lambda: old._store is None)
+    assert not left
     until(_is(backend, HealthState.OK))
     assert _outcomes(backend.read(pages.reads(0, 2))) == {Outcome.LOADED}
     backend.check_integrity()

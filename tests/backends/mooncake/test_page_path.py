@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
 import pytest
 
 from kvstrata.backends import BackendContext
@@ -63,6 +66,20 @@ def test_a_window_that_is_full_leaves_pieces(make_staging) -> None:
     assert whole.is_whole
     assert pieces.sizes == [HEADER_BYTES, 65536]
     assert stranger is None
+
+
+def test_huge_pages_leave_pieces(make_staging) -> None:
+    """A header cannot be mapped in front of a payload there."""
+    headers, staging = make_staging(4, HEADER_BYTES), make_staging(4, 65536)
+    fd = os.memfd_create("huge", os.MFD_HUGETLB | os.MFD_HUGE_2MB)  # none is taken before `mmap`
+    try:
+        huge = dataclasses.replace(staging.region, fd=fd)
+        regions = (headers.region, huge)
+        spans = Spans(regions, FrameWindow(regions))
+        (pieces,) = spans.known([(headers.page(1), staging.page(2))])
+        assert pieces.sizes == [HEADER_BYTES, 65536]
+    finally:
+        os.close(fd)
 
 
 def test_pieces_and_other_sizes(shared, make_pages, make_staging) -> None:
