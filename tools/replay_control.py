@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+LOOK_S = 0.05
+"""Who waits for a flag looks so often."""
 LINE_EVERY_S = 30.0
 """On anything but a terminal progress is a line, no more often than this."""
 
@@ -19,13 +20,34 @@ OnResult = Callable[[int, int, int], None]
 """`(requests that ended, requests of the trace, page hits so far)`."""
 
 
+class Flag:
+    """An event that a signal handler may set at any moment. `threading.Event` has a lock, which the
+    interrupted thread may hold: its handler would wait for itself."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until it is set, within LOOK_S; False when the time ran out first."""
+        end_s = time.monotonic() + timeout_s
+        while not self._is_set and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, LOOK_S))
+        return self._is_set
+
+
 @dataclass(slots=True)
 class Interruption:
     """How a replay is asked to end early; another thread or a signal handler sets it."""
 
-    finish: threading.Event = field(default_factory=threading.Event)
+    finish: Flag = field(default_factory=Flag)
     """Take no further requests: what is under way ends and is stored."""
-    leave: threading.Event = field(default_factory=threading.Event)
+    leave: Flag = field(default_factory=Flag)
     """End now: what is under way is given up."""
     in_loop: bool = False
     """The replay looks at these flags soon; elsewhere only an exception ends it."""

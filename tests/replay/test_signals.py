@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvstrata.tools.replay_control import Flag
+
 END_S = 12.0
 """Most that a replay takes to end now: 3 s for storage that hangs (an end in good order would give
 it ten times as much), and what a busy machine takes for the rest."""
@@ -91,3 +93,24 @@ def test_ended_before_it_began(
     assert done.report == {}
     kvstrata.replay("local", small, store, "--requests", "5").wait().ok()
     store.check()
+
+
+def test_a_signal_comes_at_any_moment() -> None:
+    """Also while the thread that it interrupts is waiting for the flag, or setting it."""
+    flags = [Flag()]
+
+    def handler(signum: int, frame: object) -> None:
+        flags[0].set()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+    try:
+        for _ in range(20):
+            flags[0] = flag = Flag()
+            assert flag.wait(20.0)
+            assert flag.is_set()
+            flag.set()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not Flag().wait(0.0)
