@@ -15,7 +15,7 @@ LIBRARIES_READY = $(BIN)/python -c "import ctypes; [ctypes.CDLL(f'lib{n}.so.1') 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format replay-mooncake soak replay-full gpu $(addprefix gpu-,correct control order model sanitize bench) clean
+.PHONY: help setup run test check format replay-mooncake replay-store-loss soak replay-full gpu $(addprefix gpu-,correct control order model sanitize bench) clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -63,6 +63,9 @@ soak: setup ## Storage workers over backends that fail in every way, from a seed
 replay-mooncake: setup ## Replay a trace with a Mooncake Store as L3, on stores of its own (TRACE=…)
 	$(BIN)/kvstrata mooncake up --config configs/mooncake.toml --private -- \
 	  $(BIN)/kvstrata replay --config configs/mooncake.toml --requests 1000 --trace "$(TRACE)"
+
+replay-store-loss: setup ## 1,000 requests with a Mooncake store that is killed, then a second client
+	KVSTRATA_REPLAY=long $(BIN)/pytest -s tests/backends/mooncake/test_processes.py -k replay
 
 replay-full: setup ## Replay a whole trace in each replay configuration (TRACE=…)
 	@test -f "$(TRACE)" || { echo "there is no trace $(TRACE): make replay-full TRACE=FILE"; exit 2; }
