@@ -21,10 +21,6 @@ from kvstrata.tools.trace import shipped_trace
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs/mooncake.toml"
 LONG_TRACE = ROOT.parent / "shared/traces/conversation.jsonl"
-LENGTH = os.environ.get("KVSTRATA_REPLAY", "short")
-LENGTHS = {"short": (200, 100, 322, 32 << 20), "long": (1000, 1000, 5780, 128 << 20)}
-"""Requests of the long trace, of them those of the second client, the page hits they have, and how
-many bytes are stored when a store is killed. `KVSTRATA_REPLAY=long` takes a minute."""
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 CLI = (sys.executable, "-m", "kvstrata.tools.cli")
 SOON_S = 8.0
@@ -220,8 +216,9 @@ def test_a_store_dies_in_a_replay_and_a_second_client_follows(
 ) -> None:
     """`replicas = 2`: every page comes back as it was, also to a process that stored none."""
     trace = LONG_TRACE if LONG_TRACE.exists() else shipped_trace()
-    shipped = (60, 60, 402, 1 << 20)
-    requests, of_second, hits, some_bytes = LENGTHS[LENGTH] if LONG_TRACE.exists() else shipped
+    requests, hits, some_bytes = (
+        (1000, 5780, 128 << 20) if LONG_TRACE.exists() else (60, 402, 1 << 20)
+    )
     args = ("replay", "--config", str(config), "--trace", str(trace))
     args += ("--requests", str(requests), "--set", "backends.pool.options.replicas=2")
     report = tmp_path / "first.json"
@@ -229,18 +226,18 @@ def test_a_store_dies_in_a_replay_and_a_second_client_follows(
         [*CLI, *args, "--json", str(report)], env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL
     )
     until(lambda: sum(s.used_bytes for s in site.admin.segments()) > some_bytes)
+    assert first.poll() is None, "the replay goes on without the store"
     site.cluster.kill_store(0)
     assert first.wait(110) == 0
     found = json.loads(report.read_text())
     assert found["page_hits"] == hits
     assert found["pages_mismatched"] == 0
-    again = ("--requests", str(of_second), "--set", "backends.pool.options.replicas=2")
-    second = _replay(config, trace, tmp_path / "second.json", *again)
+    second = _replay(config, trace, tmp_path / "second.json", *args[-4:])
     assert second["page_hits"] == second["full_pages"]
     assert second["pages_mismatched"] == 0
-    for report, of in ((found, requests), (second, of_second)):
-        hits, bad = report["page_hits"], report["pages_mismatched"]
-        print(f"{of} requests: {hits} of {report['full_pages']} pages hit, {bad} mismatches")
+    for each in (found, second):
+        hits, bad = each["page_hits"], each["pages_mismatched"]
+        print(f"{requests} requests: {hits} of {each['full_pages']} pages hit, {bad} mismatches")
 
 
 def test_migrate_there_and_back(config, tmp_path) -> None:
