@@ -8,6 +8,7 @@ backend instance and calls it from its own threads (`kvstrata.backends.worker`).
 from __future__ import annotations
 
 import enum
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,12 @@ class PageResult:
     outcome: Outcome
     nbytes: int = 0
     message: str = ""
+
+
+@functools.lru_cache(maxsize=64)
+def plain_result(outcome: Outcome, nbytes: int) -> PageResult:
+    """A `PageResult` without a message, shared: nearly all pages end alike, and have few sizes."""
+    return PageResult(outcome, nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from kvstrata.backends.base import (
     ReadRequest,
     StorageBackend,
     WriteRequest,
+    plain_result,
 )
 from kvstrata.backends.frame import (
     HEADER_BYTES,
@@ -118,7 +118,7 @@ class FrameIO:
                 for page, answer in zip(pages, answers, strict=True)
             ]
         results = [
-            _of_payload(Outcome.STORED, page.payload.nbytes)
+            plain_result(Outcome.STORED, page.payload.nbytes)
             if answer.outcome is Outcome.STORED
             else answer
             for page, answer in zip(pages, answers, strict=True)
@@ -188,7 +188,7 @@ class FrameIO:
             return PageResult(Outcome.MISSING, 0, str(error))
         except CorruptFrameError as error:
             return failure(error)
-        return _of_payload(Outcome.LOADED, nbytes)
+        return plain_result(Outcome.LOADED, nbytes)
 
     def _replace(self, bad: Mapping[ObjectId, PageResult]) -> int:
         """Make room for the right bytes: an existing object would never be overwritten. How many
@@ -231,12 +231,6 @@ _RUN: dict[Operation, Callable[[FrameIO, Any], Chunk]] = {
     Operation.DROP: FrameIO._drop,
 }
 """Not bound to an object: the cycle would keep its buffers, and a descriptor, for a while."""
-
-
-@functools.lru_cache(maxsize=64)
-def _of_payload(outcome: Outcome, nbytes: int) -> PageResult:
-    """Of nearly all pages; they have few sizes."""
-    return PageResult(outcome, nbytes)
 
 
 def _expect(answers: Sequence[object], items: Sequence[object]) -> None:

@@ -182,9 +182,7 @@ class CudaCopies:
         """When the streams have ended: give graphs and chunks back."""
         with torch.cuda.device(self._device):
             for graph in (graph for step in self._steps for graph in step.graphs):
-                with suppress(
-                    cuda_driver.CudaCopyError
-                ):  # the others, and the memory, go all the same
+                with suppress(cuda_driver.CudaCopyError):  # the others go all the same
                     cuda_driver.destroy(graph)
         self._steps.clear()
         self._known.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from kvstrata.backends.base import (
     StoredObject,
     Usage,
     WriteRequest,
+    plain_result,
 )
 from kvstrata.backends.mooncake.admin import Admin
 from kvstrata.backends.mooncake.client import Client, apply_environment, transport
@@ -46,12 +46,6 @@ _TOLD = {
 """Counts that are a part of the health's message, because they cross to another process so."""
 
 _EXISTS = PageResult(Outcome.EXISTS)
-
-
-@functools.lru_cache(maxsize=16)
-def _moved(outcome: Outcome, nbytes: int) -> PageResult:
-    """Of nearly all pages; they all have one size."""
-    return PageResult(outcome, nbytes)
 
 
 class MooncakeBackend(StorageBackend):
@@ -151,7 +145,9 @@ class MooncakeBackend(StorageBackend):
         if min(codes) < 0:
             bad = [(n, c) for n, c in zip(names, codes, strict=True) if c < 0]
             self._suspect([n for n, c in bad if cause_of(c) is Cause.SEGMENT_LOST])
-        return [_moved(Outcome.LOADED, code) if code >= 0 else failed_page(code) for code in codes]
+        return [
+            plain_result(Outcome.LOADED, code) if code >= 0 else failed_page(code) for code in codes
+        ]
 
     def write(self, requests: Sequence[WriteRequest]) -> list[PageResult]:
         if not requests:
@@ -298,7 +294,7 @@ class MooncakeBackend(StorageBackend):
             if code < 0:
                 self.counts.add(f"put_{cause_of(code).value}")
         if 0 in codes:
-            return _moved(Outcome.STORED, nbytes)
+            return plain_result(Outcome.STORED, nbytes)
         if not codes:
             return PageResult(Outcome.UNAVAILABLE, 0, "the store has no segment")
         return failed_page(codes[0])

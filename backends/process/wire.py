@@ -5,7 +5,6 @@ Payloads do not cross: a buffer is a region of shared memory, an offset and a le
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import struct
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstrata import errors
-from kvstrata.backends.base import Health, HealthState, ObjectId, PageResult, Usage
+from kvstrata.backends.base import Health, HealthState, ObjectId, PageResult, Usage, plain_result
 from kvstrata.boundary import Outcome
 
 _HEAD = struct.Struct("<IB")
@@ -274,7 +273,7 @@ def pack_results(pages: Sequence[PageResult]) -> Results:
 
 def unpack_results(message: Results) -> list[PageResult]:
     """Raises ValueError when it contradicts itself."""
-    pages = [*map(_plain_result, message.outcomes, message.nbytes)]
+    pages = [*map(plain_result, message.outcomes, message.nbytes)]
     if len(message.outcomes) != len(message.nbytes):
         raise ValueError("results of different numbers")
     for i, words in message.messages.items():
@@ -282,12 +281,6 @@ def unpack_results(message: Results) -> list[PageResult]:
             raise ValueError(f"a message for page {i} of {len(pages)}")
         pages[i] = PageResult(pages[i].outcome, pages[i].nbytes, words)
     return pages
-
-
-@functools.lru_cache(maxsize=64)
-def _plain_result(outcome: Outcome, nbytes: int) -> PageResult:
-    """Most pages of a backend end alike."""
-    return PageResult(outcome, nbytes)
 
 
 def unpack_health(message: HealthIs) -> Health:
