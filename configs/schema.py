@@ -99,7 +99,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     kind: str = "auto"
     """auto | cpu | cuda. auto takes the first GPU if there is one."""
-    chunk_bytes: ByteSize = ByteSize(32 << 20)
+    chunk_bytes: ByteSize = ByteSize(64 << 20)
     """GPU memory through which pages with small pieces are copied, four times: two each way."""
 
 

@@ -40,8 +40,8 @@ HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
     from kvstrata.gpu_runtime.gather import HEADER, fetch_order, move_pieces
 
-DIRECT_BYTES = 64 << 10
-CHUNK_BYTES = 32 << 20
+DIRECT_BYTES = 128 << 10
+CHUNK_BYTES = 64 << 20
 """With pieces of 18 and 32 KiB as fast as 64 MiB, or faster (H200)."""
 
 
@@ -53,8 +53,9 @@ class CopyStream(Protocol):
     """Set when the stream was made to wait for an event."""
 
 
-FIRST_BYTES = 8 << 20
-"""Of a direct copy, so much goes first: the driver starts when its call returns."""
+FIRST_BYTES, CALL_BYTES = 8 << 20, 32 << 20
+"""Of a direct copy, so much goes with one call: the driver starts when it returns, so the first one
+is short where nothing moves yet; and other threads' calls wait for it, so none is long."""
 RING = 16
 """Chunks that may be enqueued at once. Even. With the default sizes more than `CopyQueue` lets be
 under way; else the enqueueing thread waits for the first of them."""
@@ -78,8 +79,11 @@ class _Event:
         """What `stream` does next waits for the event."""
         cuda_driver.wait(stream.cuda_stream, self._handle)
 
+    def has_passed(self) -> bool:
+        return bool(self._torch.query())
+
     def synchronize(self) -> None:
-        if not self._torch.query():
+        if not self.has_passed():
             self._torch.synchronize()
 
 
@@ -152,7 +156,7 @@ class CudaCopies:
         try:
             (self._direct if self._is_direct(copy.memory) else self._through_chunks)(copy)
         finally:
-            for stream in (self._bus, self._kernels):
+            for stream in (self._kernels, self._bus):
                 self._behind.record(stream)
                 self._behind.hold_back(self._owner.cuda)
 
@@ -199,11 +203,14 @@ class CudaCopies:
         here = copy.host.ctypes.data + copy.slots[:, None] * copy.host_step + offsets
         there, here = there.ravel(), here.ravel()
         nbytes = np.full(there.size, layout.piece_bytes)
-        at, count = 0, max(1, FIRST_BYTES // layout.piece_bytes)
+        first, most = (max(1, n // layout.piece_bytes) for n in (FIRST_BYTES, CALL_BYTES))
+        at, end = 0, first if self._bus_is_idle() else most
         while at < len(nbytes):
-            some = slice(at, at + count)
-            self._enqueue(there[some], here[some], nbytes[some])
-            at, count = at + count, 2 * count
+            self._enqueue(there[at:end], here[at:end], nbytes[at:end])
+            at, end = end, end + most
+
+    def _bus_is_idle(self) -> bool:
+        return self._behind.has_passed()
 
     def _enqueue(self, device: Numbers, host: Numbers, nbytes: Numbers) -> None:
         target, source = (host, device) if self._out else (device, host)
@@ -215,6 +222,8 @@ class CudaCopies:
         number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
         most = min(self._chunk_bytes // nbytes, ORDER_PAGES)
+        turns = -(-len(copy.pages) // most)
+        most = -(-len(copy.pages) // turns)  # all about as large: a small last one costs as much
         places, here, lengths = self._host_runs(copy, nbytes, most)
         for at in range(0, len(copy.pages), most):
             step = self._steps[self._turn]

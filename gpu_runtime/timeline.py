@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 
@@ -20,9 +19,10 @@ class PathTotals:
 class Timeline:
     """Collects spans of work, by stream, when they have ended; any thread, any order.
 
-    Overlap is summed as spans come in, each against a bounded history of the other side's, so a run
-    of any length costs constant memory. One compute stream; any number of transfer streams, and
-    seconds in which two of them ran count twice.
+    Overlap is summed as spans come in, each against those that it meets of a bounded history of the
+    other side's, so a run of any length costs constant memory, and a span constant time. Spans of
+    one stream do not overlap. One compute stream; any number of transfer streams, and seconds in
+    which two of them ran count twice.
     """
 
     HISTORY = 512
@@ -31,21 +31,23 @@ class Timeline:
         self._lock = threading.Lock()
         self._compute = compute
         self._totals: dict[str, list[float]] = {}
-        self._computes: deque[tuple[float, float]] = deque(maxlen=self.HISTORY)
-        self._transfers: deque[tuple[float, float]] = deque(maxlen=self.HISTORY)
+        self._spans: dict[str, list[tuple[float, float]]] = {}
+        """The last ones of each stream, in order."""
         self._transfer_s = 0.0
         self._hidden_s = 0.0
 
     def span(self, stream: str, start_s: float, end_s: float, nbytes: int) -> None:
         """`stream` was busy from `start_s` to `end_s` and moved `nbytes`."""
+        is_compute = stream == self._compute
         with self._lock:
-            if stream == self._compute:
-                self._computes.append((start_s, end_s))
-                self._hidden_s += _overlap((start_s, end_s), self._transfers)
-            else:
-                self._transfers.append((start_s, end_s))
-                self._hidden_s += _overlap((start_s, end_s), self._computes)
+            for other, spans in self._spans.items():
+                if is_compute != (other == self._compute):
+                    self._hidden_s += _overlap(start_s, end_s, spans)
+            if not is_compute:
                 self._transfer_s += end_s - start_s
+            mine = self._spans.setdefault(stream, [])
+            insort(mine, (start_s, end_s))
+            del mine[: -self.HISTORY]
             totals = self._totals.setdefault(stream, [0.0, 0.0, 0.0])
             totals[0] += nbytes
             totals[1] += end_s - start_s
@@ -63,7 +65,12 @@ class Timeline:
             return min(1.0, self._hidden_s / self._transfer_s)
 
 
-def _overlap(span: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:
-    """Seconds of `span` that lie in `others`."""
-    start, end = span
-    return sum(max(0.0, min(b, end) - max(a, start)) for a, b in others)
+def _overlap(start: float, end: float, spans: list[tuple[float, float]]) -> float:
+    """Seconds from `start` to `end` that lie in `spans`, which are in order."""
+    total = 0.0
+    for at in range(bisect_left(spans, (end,)) - 1, -1, -1):
+        first, last = spans[at]
+        if last < start:
+            break
+        total += max(0.0, min(last, end) - max(first, start))
+    return total

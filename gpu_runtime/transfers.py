@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from kvstrata.backends import JobResult, ObjectId, PageIO
 from kvstrata.boundary import KeyRun, Outcome
 from kvstrata.errors import IntegrityError
@@ -141,11 +143,17 @@ def _run(state: CopyResult, move: Callable[[], None]) -> None:
 
 
 def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
-    """A copy cut into slices of `most_bytes`, or of one page where that is more."""
+    """A copy cut into slices of `most_bytes`, or of one page where that is more.
+
+    They go through the host's pages in order: neighbours move as one, and the bus finds where the
+    next page lies beside where it found the last.
+    """
     most = max(1, most_bytes * len(copy.pages) // copy.nbytes)
+    order = np.argsort(copy.slots)
+    pages, slots = copy.pages[order], copy.slots[order]
     return [
-        PageCopy(copy.memory, copy.pages[at:end], copy.host, copy.slots[at:end], copy.part)
-        for at, end in chunks_of(len(copy.pages), most)
+        PageCopy(copy.memory, pages[at:end], copy.host, slots[at:end], copy.part)
+        for at, end in chunks_of(len(pages), most)
     ]
 
 

@@ -139,13 +139,12 @@ def test_slices_that_end_at_once_do_not_nest(device: CpuDevice) -> None:
 
 
 @given(count=st.integers(1, 400), most=st.integers(1, 1 << 14), seed=st.integers(0, 99))
-def test_slices_cover_a_copy_once_and_grow(count: int, most: int, seed: int) -> None:
+def test_slices_cover_a_copy_once_in_the_order_of_the_host(count: int, most: int, seed: int) -> None:
     pool = ComponentPool(ComponentSpec("kv", 1, 1, 8, "uint8"), 400, 2, torch.device("cpu"))
     rng = np.random.default_rng(seed)
     pages, slots = rng.permutation(400)[:count], rng.permutation(400)[:count]
     parts = slices_of(PageCopy(pool, pages, np.zeros((400, 64), np.uint8), slots), most)
-    assert (np.concatenate([p.pages for p in parts]) == pages).all()
-    assert (np.concatenate([p.slots for p in parts]) == slots).all()
-    sizes = [part.nbytes for part in parts]
-    assert all(size <= max(most, pool.page_bytes) for size in sizes)
-    assert sizes[:-1] == sorted(sizes[:-1])
+    pairs = [pair for p in parts for pair in zip(p.slots.tolist(), p.pages.tolist(), strict=True)]
+    assert pairs == sorted(zip(slots.tolist(), pages.tolist(), strict=True))
+    assert all(part.nbytes <= max(most, pool.page_bytes) for part in parts)
+    assert len({part.nbytes for part in parts[:-1]}) <= 1

@@ -25,6 +25,7 @@ GATE_CYCLES = 60_000_000
 LAYER_GROUPS = 16
 BURST_PAGES = 64
 LOOP_S = 0.4
+DECODE, DECODE_LARGE = "decode-like", "decode-like, large products"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Loop:
     """A decode loop that is launched from Python, beside transfers of another thread. On the GPU
-    alone those would cost it `gpu_percent`, by `Cost`."""
+    alone those would cost it `gpu_percent`, by the `Cost` of such products."""
 
     loop: str
     transfers: str
@@ -124,9 +125,12 @@ def run(
         methods = dict(methods_of(case, lmcache, peers=True))
         _rates(report, case, methods, repeats)
         note(f"{geometry.label}: beside a model")
+        works = {"compute-bound": model.compute_bound, DECODE: model.decode_like}
         if geometry is not geometries[0]:
             methods = {name: methods[name] for name in ("contiguous", "kvstrata")}
-        _costs(report, model, case, methods, repeats)
+        else:
+            works[DECODE_LARGE] = model.decode_like_large
+        _costs(report, model, case, works, methods, repeats)
         case.close()
         save(report)
         del case, methods
@@ -194,9 +198,13 @@ def _timed(case: Case, move: Method, outs: tuple[bool, ...]) -> tuple[float, flo
 
 
 def _costs(
-    report: TransferReport, model: Model, case: Case, methods: dict[str, Method], repeats: int
+    report: TransferReport,
+    model: Model,
+    case: Case,
+    works: dict[str, Callable[[], None]],
+    methods: dict[str, Method],
+    repeats: int,
 ) -> None:
-    works = {"compute-bound": model.compute_bound, "decode-like": model.decode_like}
     for out in (True, False):
         for work, run_work in works.items():
             pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
@@ -277,9 +285,10 @@ def _loops(
 ) -> None:
     small, large = DecodeLoop(8192), DecodeLoop(28672)
     loops = {
-        "80 launches a step, which take longer than the GPU": small.launched,
-        "80 launches a step, GPU-bound": large.launched,
-        "a graph a step": small.replayed,
+        "80 launches a step, which take longer than the GPU": (small.launched, DECODE),
+        "80 launches a step, GPU-bound": (large.launched, DECODE_LARGE),
+        "a graph a step": (small.replayed, DECODE),
+        "a graph a step, large products": (large.replayed, DECODE_LARGE),
     }
     tasks: dict[tuple[str, str], Callable[[], int]] = {
         ("kvstrata", "D2H"): lambda: nbytes if moves["D2H"]() else 0,
@@ -288,13 +297,13 @@ def _loops(
         ("contiguous", "H2D"): _plain_copies(out=False),
     }
     extra = {
-        (cost.method, cost.way): cost.extra_ms_per_gib
+        (cost.work, cost.method, cost.way): cost.extra_ms_per_gib
         for cost in report.costs
-        if (cost.geometry, cost.work) == (label, "decode-like")
+        if cost.geometry == label
     }
     rows: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {}
     for turn in range(repeats + 1):
-        for kind, steps in loops.items():
+        for kind, (steps, _) in loops.items():
             count = max(1, int(LOOP_S / steps(5)))
             for task, again in tasks.items():
                 beside = loop_beside(steps, again, count)
@@ -303,7 +312,7 @@ def _loops(
                     rows.setdefault((kind, *task), []).append(row)
     for (kind, method, way), measured in rows.items():
         alone_ms, loss, rate = medians(measured)
-        gpu = extra[method, way] * rate / 10  # ms a GiB and GiB a second make percent
+        gpu = extra[loops[kind][1], method, way] * rate / 10  # ms a GiB and GiB a second make percent
         report.loops.append(Loop(kind, f"{method}, {way}", alone_ms, loss, gpu, rate))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kvstrata.tools.bench.transfer_methods import Case, Method
 
+LARGE = "large"
 GATE_CYCLES = 100_000_000
 """About 50 ms in which the model's work is enqueued."""
 
@@ -30,21 +31,33 @@ class Model:
             torch.randn(8192, 8, device="cuda", dtype=torch.bfloat16),
             torch.empty(8192, 8, device="cuda", dtype=torch.bfloat16),
         )
-        self.graph = torch.cuda.CUDAGraph()
+        self.large = self.weights.view(-1)[: 11 * 8192 * 28672].view(11, 8192, 28672)
+        self.rows, self.large_result = (
+            torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16),
+            torch.empty(8, 28672, device="cuda", dtype=torch.bfloat16),
+        )
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         with torch.cuda.stream(self.stream):
             self.multiply()
-            self.decode_step()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.decode_step()
+            for name, step in (("", self.decode_step), (LARGE, self.large_step)):
+                step()
+                torch.cuda.synchronize()
+                self.graphs[name] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[name], stream=self.stream):
+                    step()
 
     def multiply(self) -> None:
         torch.mm(self.left, self.right, out=self.product)
 
     def decode_step(self) -> None:
-        """Reads 5.4 GB of weights for eight rows."""
+        """Reads 5.4 GB of weights for eight rows, 134 MB with each product."""
         for weight in self.weights:
             torch.mm(weight, self.vectors, out=self.result)
+
+    def large_step(self) -> None:
+        """The same bytes, in products that take 3.5 times as long each."""
+        for weight in self.large:
+            torch.mm(self.rows, weight, out=self.large_result)
 
     def compute_bound(self) -> None:
         for _ in range(120):
@@ -52,7 +65,11 @@ class Model:
 
     def decode_like(self) -> None:
         for _ in range(110):
-            self.graph.replay()
+            self.graphs[""].replay()
+
+    def decode_like_large(self) -> None:
+        for _ in range(110):
+            self.graphs[LARGE].replay()
 
 
 @dataclass(frozen=True, slots=True)

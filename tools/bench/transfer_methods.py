@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kvstrata.gpu_runtime import ComponentPool, ComponentSpec
+from kvstrata.gpu_runtime.base import Device
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
 from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.gpu_runtime.transfers import slices_of
 from kvstrata.staging import SharedRegion, aligned
 
-SLICE_BYTES = 128 << 20
 GATED_CHUNKS = 64
 """Chunks of one copy that can be enqueued before the first byte moves."""
 LMCACHE_TOKENS = 256
@@ -69,7 +69,8 @@ Method = Callable[[bool], None]
 
 
 class Case:
-    """`nbytes` of scattered pages of one geometry, twice on the host: a side for each way."""
+    """`nbytes` of scattered pages of one geometry, out of twice as many on the device and on either
+    of two sides of the host, one for each way."""
 
     def __init__(
         self, geometry: Geometry, nbytes: int, seed: int, *, huge_pages: bool = False
@@ -83,15 +84,15 @@ class Case:
         self.pool = ComponentPool(geometry.spec, 2 * self.count, geometry.page_tokens, device)
         self.pool.data.random_(0, 256)
         stride = aligned(page_bytes)
-        self.region = SharedRegion(2 * self.count * stride, huge_pages=huge_pages)
+        self.region = SharedRegion(4 * self.count * stride, huge_pages=huge_pages)
         self.region.array[:] = 0
         code = torch.cuda.cudart().cudaHostRegister(
             self.region.array.ctypes.data, self.region.nbytes, 0
         )
         if int(code):
             raise MemoryError(f"cannot pin {self.region.nbytes} bytes: error {int(code)}")
-        whole = self.region.array[: 2 * self.count * stride]
-        halves = whole.reshape(2, self.count, stride)
+        whole = self.region.array[: 4 * self.count * stride]
+        halves = whole.reshape(2, 2 * self.count, stride)
         self.host = {True: halves[0], False: halves[1]}
         self.streams = {out: CopyStream(torch.cuda.Stream()) for out in (True, False)}
         self.copies = {
@@ -102,7 +103,9 @@ class Case:
         }
         pages = rng.permutation(2 * self.count)[: self.count]
         self.page_copies = {
-            out: PageCopy(self.pool, pages, self.host[out], rng.permutation(self.count))
+            out: PageCopy(
+                self.pool, pages, self.host[out], rng.permutation(2 * self.count)[: self.count]
+            )
             for out in (True, False)
         }
         for copies in self.copies.values():
@@ -132,7 +135,7 @@ class Case:
 
     def ours(self, out: bool) -> None:
         with torch.cuda.stream(self.stream(out)):
-            for part in slices_of(self.page_copies[out], SLICE_BYTES):
+            for part in slices_of(self.page_copies[out], Device.copy_slice_bytes):
                 self.copies[out].copy(part)
 
     def group(self, out: bool, part: slice) -> None:
@@ -140,7 +143,7 @@ class Case:
         copy = self.page_copies[out]
         whole = PageCopy(copy.memory, copy.pages, copy.host, copy.slots, part)
         with torch.cuda.stream(self.stream(out)):
-            for piece in slices_of(whole, SLICE_BYTES):
+            for piece in slices_of(whole, Device.copy_slice_bytes):
                 self.copies[out].copy(piece)
 
     def host_kernel(self, out: bool) -> None:

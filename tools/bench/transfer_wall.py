@@ -223,7 +223,7 @@ class LoopBeside:
 def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: int) -> LoopBeside:
     """The loop alone, and while another thread calls `again`, which moves and says how much."""
     alone = loop(steps)
-    stop, moved = threading.Event(), [0]
+    moves, stop, moved = threading.Event(), threading.Event(), [0]
 
     failures: list[BaseException] = []
 
@@ -231,14 +231,18 @@ def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: i
         try:
             while not stop.is_set():
                 moved[0] += again()
+                moves.set()
         except BaseException as exc:  # noqa: BLE001 - raised where it is waited for
             failures.append(exc)
+            moves.set()
 
     thread = threading.Thread(target=keep_moving, name="bench-transfers")
     thread.start()
-    started = time.perf_counter()
+    moves.wait()
+    before, started = moved[0], time.perf_counter()
     beside = loop(steps)
     seconds = time.perf_counter() - started
+    moved[0] -= before
     stop.set()
     thread.join()
     if failures:
