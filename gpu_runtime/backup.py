@@ -39,16 +39,19 @@ class BackupToL2(Move):
         for name, pages in slots.items():
             self.core.staging.tables[name].begin_load(pages)
 
+        target, named = dict(slots), Extents()
+
         def copied(error: str) -> None:
-            extents: Extents = ()
+            extents = Extents()
             if not error:
                 for name, pages in slots.items():
                     self.core.staging.tables[name].ready(pages)
-                extents = self.core.claim(Tier.L2, dict(slots))
-            self._done(0 if error else self.count, extents, error)
+                extents = self.core.claim(Tier.L2, target, named)
             self.core.staging.give_back(slots)
+            self._done(0 if error else self.count, extents, error)
 
         self.copies.d2h(self.source, slots, copied)
+        named = self.core.name(Tier.L2, target)
 
     def _refused(self, cause: str) -> None:
         self._done(0, (), cause)

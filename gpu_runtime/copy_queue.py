@@ -8,13 +8,14 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Event, Stream
 
-DEPTH = 3
-"""Slices that are enqueued at once: one moves, one is next, and one is for the time in which the
-host hears that one has ended."""
+LEAST, MOST, MOST_BYTES = 2, 8, 360 << 20
+"""Slices that are enqueued at once: one moves, and one is next for as long as it takes the host to
+hear that one has ended. Of short ones more, for these end faster than that."""
 
 
 class CopyPriority(enum.IntEnum):
@@ -45,7 +46,7 @@ class CopyQueue:
     """In front of one copy stream. Any thread; takes no other lock than that of the stream.
 
     A copy that comes later and is more urgent overtakes at the border of a slice. Within a priority
-    copies go in order. At most DEPTH slices are on the device, so an urgent one waits for these.
+    copies go in order. An urgent one waits for what is on the device: MOST_BYTES, or two slices.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -53,7 +54,7 @@ class CopyQueue:
         self._lock = threading.RLock()
         self._waiting: list[_Waiting] = []
         self._numbers = itertools.count()
-        self._under_way = 0
+        self._under_way, self._bytes = 0, 0
         self._open = True
         self._pumping = False
 
@@ -87,11 +88,12 @@ class CopyQueue:
     def check_integrity(self) -> None:
         """Raise IntegrityError when an invariant is broken."""
         with self._lock:
-            could_go = self._under_way < DEPTH or not self._open
-            if self._waiting and could_go:
+            if self._next_may_go():
                 raise IntegrityError(f"{len(self._waiting)} copies wait with room on the device")
-            if self._under_way < 0 or (self._open and self._under_way > DEPTH):
+            if self._under_way < 0 or (self._open and self._under_way > MOST):
                 raise IntegrityError(f"{self._under_way} slices are on the device")
+            if self._bytes < 0 or (self._bytes > 0) != (self._under_way > 0):
+                raise IntegrityError(f"{self._under_way} slices of {self._bytes} bytes")
             if not all(copy.slices for copy in self._waiting):
                 raise IntegrityError("a copy waits that is wholly enqueued")
 
@@ -100,11 +102,20 @@ class CopyQueue:
             return  # the loop below goes on
         self._pumping = True
         try:
-            while self._waiting and (self._under_way < DEPTH or not self._open):
+            while self._next_may_go():
+                copy = self._waiting[0]
+                nbytes = copy.slices[-1][0].nbytes
                 self._under_way += 1
-                self._enqueue(self._waiting[0]).on_complete(self._ended)
+                self._bytes += nbytes
+                self._enqueue(copy).on_complete(partial(self._ended, nbytes))
         finally:
             self._pumping = False
+
+    def _next_may_go(self) -> bool:
+        if not self._waiting or not self._open:
+            return bool(self._waiting)
+        nbytes = self._bytes + self._waiting[0].slices[-1][0].nbytes
+        return self._under_way < LEAST or (self._under_way < MOST and nbytes <= MOST_BYTES)
 
     def _enqueue(self, copy: _Waiting) -> Event:
         part, event = copy.slices.pop()
@@ -113,9 +124,10 @@ class CopyQueue:
         self._stream.enqueue(part.run, part.nbytes)
         return self._stream.record(event)
 
-    def _ended(self) -> None:
+    def _ended(self, nbytes: int) -> None:
         """On a thread of the device, or within `_pump` when the slice has ended already."""
         with self._lock:
             self._under_way -= 1
+            self._bytes -= nbytes
             if self._open:
                 self._pump()

@@ -210,12 +210,18 @@ class RuntimeCore:
             raise StaleHandleError("extents of unequal length in the component pools")
         return found, pages
 
-    def claim(self, tier: Tier, pages: PageSet) -> Extents:
-        """Extents of READY pages, claimed for control."""
+    def name(self, tier: Tier, pages: PageSet) -> Extents:
+        """Extents of pages that are not FREE, in every pool."""
         if page_set_count(pages) == 0:
             return ()
-        out: list[Extents] = [self.table(tier, name).claim(p) for name, p in pages.items()]
-        return tuple(extent for extents in out for extent in extents)
+        return tuple(e for name, p in pages.items() for e in self.table(tier, name).extents_of(p))
+
+    def claim(self, tier: Tier, pages: PageSet, named: Extents = ()) -> Extents:
+        """Extents of READY pages, claimed for control. `named`: what `name` has said, if it was
+        asked while the pages were filled."""
+        for name, p in pages.items():
+            self.table(tier, name).claim(p)
+        return named or self.name(tier, pages)
 
     def release_l1(self, pages: PageSet) -> None:
         for name, p in pages.items():

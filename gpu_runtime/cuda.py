@@ -69,8 +69,8 @@ class CudaStream(CpuStream):
         self._after: list[Event] = []
         self._spans: list[_Span] = []
         self._spare_spans: deque[_Span] = deque()
-        self.has_waited = False
-        """Since `CudaCopies` looked: its streams have to wait too."""
+        self.followers: list[torch.cuda.Stream] = []
+        """They wait for what this one waits for: `CudaCopies` runs on them as well."""
         self._completions: SimpleQueue[CudaEvent | None] = SimpleQueue()
         self._completer = threading.Thread(
             target=self._complete, name=f"kvstrata-{name}-done", daemon=True
@@ -119,9 +119,9 @@ class CudaStream(CpuStream):
         assert isinstance(event, CudaEvent), "events of one device only"
         # Its own thread enqueues it; then the GPU waits, not the host.
         self._device.await_unless_broken(event.recorded.wait)
-        self.cuda.wait_event(event.cuda)
+        for stream in (self.cuda, *self.followers):
+            stream.wait_event(event.cuda)
         self._after.append(event)
-        self.has_waited = True
 
     def _complete(self) -> None:
         """Wait for events in order and run their callbacks. After a CUDA error (the context is lost

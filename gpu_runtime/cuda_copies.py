@@ -3,18 +3,20 @@
 The bus is the copy engines' work, which takes no multiprocessor. They are slow only when pieces are
 small, so there are two ways, by the size of a piece (a layer's K, say, of one page):
 
-* `direct`, from DIRECT_BYTES on: a few calls of the driver name all pieces of a slice. Measured on
-  an H200: 0.98 to 0.99 of a contiguous copy with pieces of 72 and 128 KiB, 0.96 and less below
-  64 KiB, where enqueueing (0.5 to 0.8 µs a piece) also takes longer than the bus.
+* `direct`, from DIRECT_BYTES on: a few calls of the driver name all pieces of a slice. Below that
+  enqueueing them (0.5 to 1.2 µs a piece) takes nearly as long as the bus, or longer.
 * through chunks: a small kernel gathers pieces into one of two contiguous chunks of device memory,
   and the copy engine moves whole pages from there, while the kernel fills the other chunk; scatter
-  is the mirror image. Copies are on a stream of their own, one behind the other: on two streams the
-  engine would mix them, and both chunks would be free at the same time, and then neither. Measured:
-  0.98 and more with pieces of 18 and 32 KiB.
+  is the mirror image.
+
+Copies of one direction are on one stream: on two the engine would mix them, and both chunks would
+be free at the same time, and then neither. It is the stream itself, out of the device: a second one
+that it waits for cost 8 % of the bus, because who waits on the GPU asks for its turn over the bus.
+Into the device it is another one, else the next slice would wait for the last scatter of this one.
 
 What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
 is on the thread that launches compute; calls that take long give the interpreter lock away, those
-of microseconds keep it (see `cuda_driver`).
+of microseconds keep it (see `cuda_driver`). The figures are in docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ if HAS_TRITON:
 
 DIRECT_BYTES = 128 << 10
 CHUNK_BYTES = 64 << 20
-"""With pieces of 18 and 32 KiB as fast as 64 MiB, or faster (H200)."""
+"""As fast as 32 MiB with half the calls; 128 MiB are no faster (H200)."""
 
 
 class CopyStream(Protocol):
     """What `CudaCopies` needs of its stream."""
 
     cuda: torch.cuda.Stream
-    has_waited: bool
-    """Set when the stream was made to wait for an event."""
+    followers: list[torch.cuda.Stream]
+    """They wait for every event that the stream waits for."""
 
 
 FIRST_BYTES, CALL_BYTES = 8 << 20, 32 << 20
@@ -131,8 +133,11 @@ class CudaCopies:
         self._device, self._owner, self._out = device, owner, out
         self._chunk_bytes, self._ring = chunk_bytes, ring
         with torch.cuda.device(device):
-            self._bus, self._kernels = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
-            self._behind = _Event(self._bus)
+            self._kernels = torch.cuda.Stream(priority=-1)
+            self._bus = owner.cuda if out else torch.cuda.Stream()
+            self._last_direct = _Event(owner.cuda)
+        self._followers = (self._kernels,) if out else (self._bus, self._kernels)
+        owner.followers += self._followers
         self._steps: list[_Step] = []
         self._turn = 0
         self._known: list[tuple[DevicePages, torch.Tensor]] = []
@@ -142,23 +147,18 @@ class CudaCopies:
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
         """All that the copies run on."""
-        return self._owner.cuda, self._bus, self._kernels
+        return self._owner.cuda, *self._followers
 
     def copy(self, copy: PageCopy) -> None:
         """Enqueue. Raises CudaCopyError and what torch and Triton raise; the stream is behind what
         was enqueued all the same."""
-        if self._owner.has_waited:
-            self._behind.record(self._owner.cuda)
-            self._behind.hold_back(self._bus)
-            self._behind.hold_back(self._kernels)
-            self._owner.has_waited = False  # last: if one of these raises, the next copy does both
         torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
         try:
             (self._direct if self._is_direct(copy.memory) else self._through_chunks)(copy)
-        finally:
-            for stream in (self._kernels, self._bus):
-                self._behind.record(stream)
-                self._behind.hold_back(self._owner.cuda)
+        except BaseException:
+            for stream in self._followers:
+                _Event(stream).hold_back(self._owner.cuda)
+            raise
 
     def prepare(self, memory: DevicePages) -> None:
         """Compile and capture what copies of `memory` need. Raises ConfigError for pages that are
@@ -204,17 +204,17 @@ class CudaCopies:
         there, here = there.ravel(), here.ravel()
         nbytes = np.full(there.size, layout.piece_bytes)
         first, most = (max(1, n // layout.piece_bytes) for n in (FIRST_BYTES, CALL_BYTES))
-        at, end = 0, first if self._bus_is_idle() else most
+        stream, at, end = self._owner.cuda, 0, first if self._last_direct.has_passed() else most
         while at < len(nbytes):
-            self._enqueue(there[at:end], here[at:end], nbytes[at:end])
+            self._enqueue(there[at:end], here[at:end], nbytes[at:end], stream)
             at, end = end, end + most
+        self._last_direct.record(stream)
 
-    def _bus_is_idle(self) -> bool:
-        return self._behind.has_passed()
-
-    def _enqueue(self, device: Numbers, host: Numbers, nbytes: Numbers) -> None:
+    def _enqueue(
+        self, device: Numbers, host: Numbers, nbytes: Numbers, stream: torch.cuda.Stream
+    ) -> None:
         target, source = (host, device) if self._out else (device, host)
-        cuda_driver.copy_batch(target, source, nbytes, self._bus.cuda_stream, batched=self.batched)
+        cuda_driver.copy_batch(target, source, nbytes, stream.cuda_stream, batched=self.batched)
 
     # ── through chunks ───────────────────────────────────────────────────────────────────────────
 
@@ -225,6 +225,7 @@ class CudaCopies:
         turns = -(-len(copy.pages) // most)
         most = -(-len(copy.pages) // turns)  # all about as large: a small last one costs as much
         places, here, lengths = self._host_runs(copy, nbytes, most)
+        last_scatter: _Event | None = None
         for at in range(0, len(copy.pages), most):
             step = self._steps[self._turn]
             before = self._steps[self._turn - 2]  # the last one with this chunk
@@ -236,14 +237,17 @@ class CudaCopies:
                 before.bussed.hold_back(self._kernels)
                 self._move(number, copy, slice(at, at + most), step)
                 step.moved.hold_back(self._bus)
-                self._enqueue(there, here[first:last], lengths[first:last])
+                self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
             else:
                 before.moved.hold_back(self._bus)
-                self._enqueue(there, here[first:last], lengths[first:last])
+                self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
                 step.bussed.hold_back(self._kernels)
                 self._move(number, copy, slice(at, at + most), step)
+                last_scatter = step.moved
+        if last_scatter is not None:
+            last_scatter.hold_back(self._owner.cuda)
 
     @staticmethod
     def _host_runs(copy: PageCopy, nbytes: int, most: int) -> tuple[Numbers, Numbers, Numbers]:

@@ -37,8 +37,8 @@ class CudaCopyError(RuntimeError):
     """The driver refused a copy. What it took before may still run: wait for the stream."""
 
 
-LONG_BATCH = 32
-"""Copies of one call that take the driver so long (0.5 µs each, or more) that it gives the lock
+LONG_BATCH = 16
+"""Copies of one call that take the driver so long (0.5 to 2 µs each) that it gives the lock
 away."""
 
 

@@ -26,7 +26,7 @@ from kvstrata.gpu_runtime.device_queue import DevicePageQueue
 from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.prefetch import PrefetchToL2
 from kvstrata.gpu_runtime.transfers import Copies, objects_of, reserve_all, settle_l1
-from kvstrata.handles import StagingMode, Tier
+from kvstrata.handles import Extents, StagingMode, Tier
 
 
 class Moves:
@@ -161,14 +161,17 @@ class Moves:
             core.staging.tables[name].hold(source[name])
             core.tables[name].begin_load(target[name])
 
+        named = Extents()
+
         def done(error: str) -> None:
             n = 0 if error else count
-            extents = settle_l1(core, target, n)
+            extents = settle_l1(core, target, n, named)
             core.staging.give_back(source)
             core.settle_frees()
             move.end(Restored(action_id=move.action_id, n=n, extents=extents, cause=error))
 
         self.copies.h2d(source, target, done)
+        named = core.name(Tier.L1, target)
 
     def _refuse(self, action_id: int, cause: str, message: str = "") -> None:
         event = ActionFailed(action_id=action_id, cause=cause, message=message)

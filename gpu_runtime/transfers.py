@@ -13,7 +13,7 @@ from kvstrata.boundary import KeyRun, Outcome
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Device, Event
 from kvstrata.gpu_runtime.copy_queue import CopyPriority, CopyQueue, Slice
-from kvstrata.gpu_runtime.core import PageSet, RuntimeCore
+from kvstrata.gpu_runtime.core import PageSet, RuntimeCore, page_set_count
 from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.handles import Extents, Tier
 from kvstrata.staging import Slots
@@ -183,13 +183,13 @@ def reserve_all(core: RuntimeCore, count: int) -> PageSet:
     return {name: table.reserve(count) for name, table in core.tables.items()}
 
 
-def settle_l1(core: RuntimeCore, pages: PageSet, n_valid: int) -> Extents:
+def settle_l1(core: RuntimeCore, pages: PageSet, n_valid: int, named: Extents = ()) -> Extents:
     """End a fill of L1 pages that nobody writes any more: the first `n_valid` become READY and
-    control's, the rest FREE."""
+    control's, the rest FREE. `named`: what all of them are called, if that was asked before."""
     good = {name: p[:n_valid] for name, p in pages.items()}
     for name, p in good.items():
         core.tables[name].ready(p)
-    extents = core.claim(Tier.L1, good)
+    extents = core.claim(Tier.L1, good, named if n_valid == page_set_count(pages) else ())
     core.release_l1(pages)
     return extents
 

@@ -182,13 +182,12 @@ class PageTable:
         self._move(pages, _FILLING, PageState.QUARANTINED)
         self._leaving.update(pages.tolist())
 
-    def claim(self, pages: Pages) -> Extents:
-        """Hand READY pages to control, as extents with one generation each."""
+    def claim(self, pages: Pages) -> None:
+        """Hand READY pages to control, which calls them by `extents_of`."""
         self._expect(pages, _READABLE)
         if self._claimed[pages].any():
             raise IntegrityError(f"{self}: claimed twice: {pages[:8]}")
         self._claimed[pages] = True
-        return self._extents(pages)
 
     def unclaim(self, pages: Pages) -> None:
         """Control gave its claim up; pages in use become FREEING, others FREE."""
@@ -203,6 +202,19 @@ class PageTable:
     def is_free(self, pages: Pages, generation: int) -> bool:
         """Whether all of `pages`, stamped `generation`, were freed (used again counts as freed)."""
         return not (self._stamp[pages] == generation).any()
+
+    def extents_of(self, pages: Pages) -> Extents:
+        """What pages that are not FREE are called, until they are: extents with one generation
+        each."""
+        out: list[CacheExtentRef] = []
+        marks = self._stamp[pages]
+        borders = (np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist()
+        for start, end in pairwise([0, *borders, len(pages)]) if len(pages) else ():
+            part = pages[start:end]
+            generation = int(self._stamp[part[0]])
+            runs = runs_of_pages(part)
+            out.append(CacheExtentRef(self.runtime_id, generation, self.tier, self.pool, runs))
+        return tuple(out)
 
     def stamps_in_use(self) -> set[int]:
         """Stamps of all pages that are not FREE."""
@@ -233,17 +245,6 @@ class PageTable:
         return bool(_is_in(self._state[pages], _READABLE).all())
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
-
-    def _extents(self, pages: Pages) -> Extents:
-        out: list[CacheExtentRef] = []
-        marks = self._stamp[pages]
-        borders = (np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist()
-        for start, end in pairwise([0, *borders, len(pages)]) if len(pages) else ():
-            part = pages[start:end]
-            generation = int(self._stamp[part[0]])
-            runs = runs_of_pages(part)
-            out.append(CacheExtentRef(self.runtime_id, generation, self.tier, self.pool, runs))
-        return tuple(out)
 
     def _settle(self, pages: Pages) -> None:
         gone = pages[(self._holds[pages] == 0) & ~self._claimed[pages]]

@@ -21,7 +21,7 @@ from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.transfers import slices_of
 
-STREAMS = "bus", "kernels"
+FOLLOWERS = ["bus", "kernels"]
 PIECES = [1, 7, 8, 42, 80, 4096, 65536, 70000]
 
 
@@ -31,8 +31,8 @@ class Event:
     log: list[tuple[str, str]]
 
     def __init__(self, stream: Any, *, blocking: bool = False) -> None:
-        del stream, blocking
-        self._after = ""
+        del blocking
+        self.record(stream)
 
     def record(self, stream: Any) -> None:
         self._after = stream.name
@@ -72,9 +72,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     Event.log = []
-    names = iter(STREAMS * 1000)
     cuda = SimpleNamespace(
-        Stream=lambda **_: SimpleNamespace(name=next(names), cuda_stream=0),
+        Stream=lambda **high: SimpleNamespace(name="kernels" if high else "bus", cuda_stream=0),
         device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
         set_device=lambda _: None, synchronize=lambda *_: None,
     )  # fmt: skip
@@ -91,10 +90,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def made(*, out: bool, chunk_bytes: int = 1 << 20, waited: bool = False) -> CudaCopies:
-    owner: Any = SimpleNamespace(
-        cuda=SimpleNamespace(name="owner", cuda_stream=0), has_waited=waited
-    )
+def made(*, out: bool, chunk_bytes: int = 1 << 20) -> CudaCopies:
+    owner: Any = SimpleNamespace(cuda=SimpleNamespace(name="owner", cuda_stream=0), followers=[])
     return CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes)
 
 
@@ -148,28 +145,32 @@ def test_every_byte_goes_where_it_should(
 @pytest.mark.parametrize("piece", [64, 65536])
 @pytest.mark.parametrize("out", [True, False])
 def test_who_waits_for_whom(driver: Driver, out: bool, piece: int) -> None:
-    """Copies wait for what their stream waited for, chunks are handed on, and the stream is behind
-    all of it."""
+    """Chunks are handed on, and the stream is behind all of it, also when a copy fails."""
     rng = np.random.default_rng(1)
     memory, _ = pool(rng, 2, 8, piece)
     host = np.zeros((8, memory.page_bytes), np.uint8)
-    copies = made(out=out, chunk_bytes=2 * memory.page_bytes, waited=True)
+    copies = made(out=out, chunk_bytes=2 * memory.page_bytes)
+    assert [s.name for s in copies.streams] == ["owner", *(["kernels"] if out else FOLLOWERS)]
+    assert [s.name for s in copies._owner.followers] == [s.name for s in copies.streams[1:]]
     copy = PageCopy(memory, np.arange(8), host, rng.permutation(8))
     copies.copy(copy)
-    first, last = Event.log[:2], Event.log[-2:]
-    assert first == [("bus", "owner"), ("kernels", "owner")]
-    assert last == [("owner", "kernels"), ("owner", "bus")]
-    between = Event.log[2:-2]
     if piece == 65536:
-        assert not between
+        assert not Event.log
     elif out:  # the chunk is free again, then it is full
-        assert between[-2:] == [("kernels", "bus"), ("bus", "kernels")]
-        assert len(between) == 8
+        assert Event.log == [("kernels", "owner"), ("owner", "kernels")] * 4
     else:
-        assert between[-2:] == [("bus", "kernels"), ("kernels", "bus")]
+        handed_on = [("bus", "kernels"), ("kernels", "bus")]
+        assert Event.log == [*handed_on * 4, ("owner", "kernels")]
     Event.log.clear()
-    copies.copy(copy)  # nothing was waited for meanwhile
-    assert ("bus", "owner") not in Event.log
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise cuda_driver.CudaCopyError("planted")
+
+    driver.copy_batch = refuse  # type: ignore[method-assign]
+    with pytest.raises(cuda_driver.CudaCopyError):
+        copies.copy(copy)
+    behind = [("owner", s.name) for s in copies.streams[1:]]
+    assert Event.log[-len(behind) :] == behind
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def capture(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     cuda.CUDAGraph, cuda.graph = Graph, lambda *_, **__: nullcontext()
     cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=2)
     stream = cuda.Stream
-    cuda.Stream = lambda **_: SimpleNamespace(**vars(stream()), synchronize=lambda: None)
+    cuda.Stream = lambda **high: SimpleNamespace(**vars(stream(**high)), synchronize=lambda: None)
     for name in ("fetch_order", "move_pieces"):
         monkeypatch.setattr(cuda_copies, name, lambda *_, **__: None, raising=False)
     monkeypatch.setattr(cuda_copies, "HAS_TRITON", True)

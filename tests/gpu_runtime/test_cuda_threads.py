@@ -33,6 +33,14 @@ class InstantEvent:
         return 0.0
 
 
+class FakeStream:
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
 class Registry:
     """`cudaHostRegister` and its undoing; refuses the addresses in `refuses`."""
 
@@ -59,7 +67,7 @@ def registry() -> Registry:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]:
-    stream = SimpleNamespace(wait_event=lambda event: None)
+    stream = FakeStream()
 
     def fail(*args: Any, **more: Any) -> None:
         raise RuntimeError("the error of the call before")
@@ -95,6 +103,8 @@ def broken() -> None:
 def test_order_and_completions(device: Any, registry: Registry) -> None:
     device.pin(4096, [100, 50])
     heard: list[str] = []
+    follower = FakeStream()
+    device.compute.followers.append(follower)
     work, callback = Gate(shut=True), Gate(shut=True)
     device.h2d.enqueue(work.pass_through)
     event = device.h2d.record()
@@ -108,8 +118,7 @@ def test_order_and_completions(device: Any, registry: Registry) -> None:
     callback.open()
     assert behind.wait(LONG_S)
     assert heard == ["event", "behind"]
-    assert device.compute.has_waited
-    assert not device.h2d.has_waited
+    assert follower.waited == [event.cuda]
     assert registry.registered == {4096: 100, 4196: 50}
     assert close_at_once(device)
     assert not registry.registered

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, CpuDevice, Timeline
-from kvstrata.gpu_runtime.copy_queue import DEPTH, CopyPriority, CopyQueue, Slice
+from kvstrata.gpu_runtime.copy_queue import LEAST, MOST, MOST_BYTES, CopyPriority, CopyQueue, Slice
 from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.gpu_runtime.transfers import slices_of
 
@@ -29,23 +29,31 @@ def device() -> Iterator[CpuDevice]:
 class Ran:
     """What ran, in order; the first slice waits until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 1) -> None:
+        self.nbytes = nbytes
         self.names: list[str] = []
         self.gate = threading.Event()
         self.under_way, self.most = 0, 0
 
     def slices(self, name: str, count: int) -> list[Slice]:
-        return [Slice(lambda i=i: self._run(f"{name}{i}"), 1) for i in range(count)]  # type: ignore[misc]
+        return [Slice(lambda i=i: self._run(f"{name}{i}"), self.nbytes) for i in range(count)]  # type: ignore[misc]
 
     def _run(self, name: str) -> None:
         assert self.gate.wait(10.0)
         self.names.append(name)
 
 
-def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(device: CpuDevice) -> None:
-    """What is on the device goes on; of the rest the restore is first, then in order."""
-    queue, ran = CopyQueue(device.h2d), Ran()
-    (slow,) = queue.add([ran.slices("p", DEPTH + 3)], CopyPriority.PREFETCH)
+@pytest.mark.parametrize(
+    ("nbytes", "depth"),
+    [(1, MOST), (MOST_BYTES // 4, 4), (MOST_BYTES // 2 + 1, LEAST), (2 * MOST_BYTES, LEAST)],
+)
+def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(
+    device: CpuDevice, nbytes: int, depth: int
+) -> None:
+    """What is on the device goes on, a few large slices or more small ones; of the rest the restore
+    is first, then in order."""
+    queue, ran = CopyQueue(device.h2d), Ran(nbytes)
+    (slow,) = queue.add([ran.slices("p", depth + 3)], CopyPriority.PREFETCH)
     (next_one,) = queue.add([ran.slices("q", 1)], CopyPriority.PREFETCH)
     (urgent,) = queue.add([ran.slices("r", 2)], CopyPriority.RESTORE)
     assert queue.queued == 3
@@ -53,14 +61,14 @@ def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(device: CpuDevice) ->
     ran.gate.set()
     for event in (slow, next_one, urgent):
         assert event.wait(10.0)
-    first = [f"p{i}" for i in range(DEPTH)]
-    assert ran.names == [*first, "r0", "r1", *(f"p{i}" for i in range(DEPTH, DEPTH + 3)), "q0"]
+    first = [f"p{i}" for i in range(depth)]
+    assert ran.names == [*first, "r0", "r1", *(f"p{i}" for i in range(depth, depth + 3)), "q0"]
     assert queue.queued == 0
 
 
 def test_an_event_can_be_waited_for_before_it_is_recorded(device: CpuDevice) -> None:
     queue, ran, behind = CopyQueue(device.h2d), Ran(), threading.Event()
-    events = queue.add([ran.slices("a", DEPTH), ran.slices("b", 2)], CopyPriority.PREFETCH)
+    events = queue.add([ran.slices("a", MOST), ran.slices("b", 2)], CopyPriority.PREFETCH)
     device.compute.wait_event(events[1])
     device.compute.enqueue(behind.set)
     assert not events[0].query()
@@ -68,7 +76,7 @@ def test_an_event_can_be_waited_for_before_it_is_recorded(device: CpuDevice) -> 
     ran.gate.set()
     assert behind.wait(10.0)
     assert all(event.query() for event in events)
-    assert ran.names == [*(f"a{i}" for i in range(DEPTH)), "b0", "b1"]
+    assert ran.names == [*(f"a{i}" for i in range(MOST)), "b0", "b1"]
 
 
 def test_groups_complete_one_after_the_other(device: CpuDevice) -> None:
@@ -86,10 +94,11 @@ def test_what_is_broken_is_noticed(device: CpuDevice) -> None:
     for attribute, value, text in (
         ("_under_way", 0, "wait with room"),
         ("_under_way", -1, "wait with room"),
-        ("_under_way", DEPTH + 1, "on the device"),
+        ("_under_way", MOST + 1, "on the device"),
+        ("_bytes", -1, "bytes"),
     ):
         queue, ran = CopyQueue(device.h2d), Ran()
-        queue.add([ran.slices("a", DEPTH + 1)], CopyPriority.PREFETCH)
+        queue.add([ran.slices("a", MOST + 1)], CopyPriority.PREFETCH)
         queue.check_integrity()
         right = getattr(queue, attribute)
         setattr(queue, attribute, value)
@@ -139,7 +148,9 @@ def test_slices_that_end_at_once_do_not_nest(device: CpuDevice) -> None:
 
 
 @given(count=st.integers(1, 400), most=st.integers(1, 1 << 14), seed=st.integers(0, 99))
-def test_slices_cover_a_copy_once_in_the_order_of_the_host(count: int, most: int, seed: int) -> None:
+def test_slices_cover_a_copy_once_in_the_order_of_the_host(
+    count: int, most: int, seed: int
+) -> None:
     pool = ComponentPool(ComponentSpec("kv", 1, 1, 8, "uint8"), 400, 2, torch.device("cpu"))
     rng = np.random.default_rng(seed)
     pages, slots = rng.permutation(400)[:count], rng.permutation(400)[:count]

@@ -249,9 +249,13 @@ class PoolMachine(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(able))
         slots, one.slots = one.slots, None
         assert slots is not None
+        tables = self.pool.tables
+        names = {n: tables[n].extents_of(p) for n, p in slots.items()}
         for name, pages in slots.items():
-            self.pool.tables[name].ready(pages)
-        self.kept.append({n: self.pool.tables[n].claim(p) for n, p in slots.items()})
+            tables[name].ready(pages)
+            tables[name].claim(pages)
+            assert tables[name].extents_of(pages) == names[name]
+        self.kept.append(names)
         self.pool.give_back(slots)
         self._end_lend(one)
 

@@ -25,6 +25,8 @@ GATE_CYCLES = 60_000_000
 LAYER_GROUPS = 16
 BURST_PAGES = 64
 LOOP_S = 0.4
+WALL_TURNS = 5
+"""Measurements through the runtime for each of the others: they are short, and spread more."""
 DECODE, DECODE_LARGE = "decode-like", "decode-like, large products"
 
 
@@ -183,8 +185,7 @@ def _timed(case: Case, move: Method, outs: tuple[bool, ...]) -> tuple[float, flo
         torch.cuda._sleep(GATE_CYCLES)
         gate.record()
     for out in outs:
-        case.stream(out).wait_event(gate)
-        case.streams[out].has_waited = True
+        case.streams[out].wait(gate)
     started = time.perf_counter()
     for out in outs:
         move(out)
@@ -245,7 +246,7 @@ def _burst(report: TransferReport, geometry: Geometry, repeats: int, seed: int) 
     try:
         first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
         moves = {"D2H": lambda: wall.out(first), "H2D": lambda: wall.back(in_l2)}
-        _wall_rates(report, wall, f"{BURST_PAGES} pages: {geometry.label}", moves, 4 * repeats)
+        _wall_rates(report, wall, f"{BURST_PAGES} pages: {geometry.label}", moves, repeats)
     finally:
         wall.close()
 
@@ -264,7 +265,7 @@ def _wall_rates(
     repeats: int,
 ) -> None:
     rows: dict[str, list[list[float]]] = {way: [] for way in moves}
-    for turn in range(repeats + 1):
+    for turn in range(WALL_TURNS * repeats + 1):
         for way, move in moves.items():
             seconds = move()
             if turn:
@@ -312,7 +313,8 @@ def _loops(
                     rows.setdefault((kind, *task), []).append(row)
     for (kind, method, way), measured in rows.items():
         alone_ms, loss, rate = medians(measured)
-        gpu = extra[loops[kind][1], method, way] * rate / 10  # ms a GiB and GiB a second make percent
+        cost = extra[loops[kind][1], method, way]
+        gpu = cost * rate / 10  # ms a GiB and GiB a second make percent
         report.loops.append(Loop(kind, f"{method}, {way}", alone_ms, loss, gpu, rate))
 
 
@@ -346,7 +348,7 @@ def _groups(report: TransferReport, geometry: Geometry, repeats: int, seed: int)
         with torch.cuda.stream(case.stream(False)):
             torch.cuda._sleep(GATE_CYCLES)
             events[0].record()
-        case.streams[False].has_waited = True
+        case.streams[False].wait(events[0])
         for group, event in enumerate(events[1:]):
             ends = (pieces * group // LAYER_GROUPS, pieces * (group + 1) // LAYER_GROUPS)
             case.group(False, slice(*ends))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,11 @@ GEOMETRIES = tuple(
 @dataclass(eq=False, slots=True)
 class CopyStream:
     cuda: torch.cuda.Stream
-    has_waited: bool = False
+    followers: list[torch.cuda.Stream] = field(default_factory=list)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        for stream in (self.cuda, *self.followers):
+            stream.wait_event(event)
 
 
 Method = Callable[[bool], None]
