@@ -24,7 +24,7 @@ from kvstrata.tools.bench.transfer_wall import DecodeLoop, Wall, loop_beside
 GATE_CYCLES = 60_000_000
 LAYER_GROUPS = 16
 BURST_PAGES = 64
-LOOP_S = 0.4
+LOOP_S = 0.3
 WALL_TURNS = 5
 """Measurements through the runtime for each of the others: they are short, and spread more."""
 DECODE, DECODE_LARGE = "decode-like", "decode-like, large products"
