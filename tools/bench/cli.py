@@ -75,8 +75,10 @@ def transfer(
 @app.command()
 def storage(
     backend: Annotated[str, typer.Option(help="Which one: mooncake.")] = "mooncake",
-    rounds: Annotated[int, typer.Option(min=1, help="Of every way, in turns.")] = 5,
-    size: Annotated[str, typer.Option(help="Payload of a round, for each page size.")] = "256MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Of every way, in turns.")] = 9,
+    size: Annotated[
+        str, typer.Option(help="Payload of a round, for each page size; several jobs.")
+    ] = "512MiB",
     json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
 ) -> None:
     """A storage backend behind its worker, beside the raw client, on a store of its own."""
