@@ -156,9 +156,17 @@ class CudaCopies:
         try:
             (self._direct if self._is_direct(copy.memory) else self._through_chunks)(copy)
         except BaseException:
-            for stream in self._followers:
-                _Event(stream).hold_back(self._owner.cuda)
+            self._close_ranks()
             raise
+
+    def _close_ranks(self) -> None:
+        """After a failure, wherever it was: who uses a chunk or an order next waits for what was
+        enqueued, and so does the stream."""
+        for step in self._steps:
+            step.moved.record(self._kernels)
+            step.bussed.record(self._bus)
+        for stream in self._followers:
+            _Event(stream).hold_back(self._owner.cuda)
 
     def prepare(self, memory: DevicePages) -> None:
         """Compile and capture what copies of `memory` need. Raises ConfigError for pages that are

@@ -1,0 +1,196 @@
+"""The order that `CudaCopies` makes on a GPU, without one: vector clocks over its streams.
+
+Each operation knows what happens before it: what was on its stream, and behind the events that the
+stream was made to wait for. Two uses of a chunk of which one writes, or of an order, must be in
+order, whatever copies come, and wherever a call of the driver fails. With a GPU:
+`test_cuda_order.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.gpu_runtime import adopt, cuda_copies
+from kvstrata.gpu_runtime.cuda_copies import CudaCopies
+from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
+from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
+
+Clock = dict[str, int]
+"""Stream → its last operation that has ended."""
+CHUNK_BYTES, PAGES = 704, 40
+
+
+def join(into: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        into[stream] = max(into.get(stream, 0), number)
+
+
+class World:
+    """What the copies of one `CudaCopies` do to streams and memory."""
+
+    def __init__(self, seed: tuple[int, ...]) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.clocks: dict[str, Clock] = {}
+        self.host: Clock = {}
+        """What the enqueuing thread has waited for."""
+        self.uses: dict[tuple[str, str, bool], int] = {}
+        """Chunk, stream, whether it writes → the last such operation."""
+        self.orders: dict[int, tuple[str, int]] = {}
+        """The last kernel that reads an order."""
+        self.chunks: list[range] = []
+        self.calls_left = 0
+        """Until a call of the driver fails; 0: none does."""
+        self.instantiated = 0
+        self.is_out = True
+
+    def clock(self, stream: Any) -> Clock:
+        return self.clocks.setdefault(stream.name, {})
+
+    def call(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise CudaCopyError("planted")
+
+    def run(self, stream: Any, uses: dict[str, bool]) -> tuple[str, int]:
+        """One operation; `uses`: chunks, and whether it writes them."""
+        clock = self.clock(stream)
+        join(clock, self.host)
+        number = clock[stream.name] = clock.get(stream.name, 0) + 1
+        for chunk, writes in uses.items():
+            for (used, other, wrote), then in self.uses.items():
+                in_order = clock.get(other, 0) >= then or used != chunk or not (writes or wrote)
+                assert in_order, f"{chunk}: {stream.name} does not wait for {other}"
+            self.uses[chunk, stream.name, writes] = number
+        return stream.name, number
+
+
+class Stream(SimpleNamespace):
+    """`cuda_stream` is the stream itself: that is what the driver is given."""
+
+    @property
+    def cuda_stream(self) -> Stream:
+        return self
+
+
+@pytest.fixture
+def world(seed: int, part_of_ten: int, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World((seed, part_of_ten))
+
+    class Event:
+        def __init__(self, stream: Any, **_: bool) -> None:
+            self.clock = dict(world.clock(stream))
+
+        def record(self, stream: Any) -> None:
+            world.call()
+            self.clock = dict(world.clock(stream))
+
+        def hold_back(self, stream: Any) -> None:
+            world.call()
+            join(world.clock(stream), self.clock)
+
+        def synchronize(self) -> None:
+            join(world.host, self.clock)
+
+        def has_passed(self) -> bool:
+            return bool(world.rng.integers(2))
+
+    def copy_batch(targets: Any, sources: Any, nbytes: Any, stream: Any, **_: Any) -> None:
+        uses = {
+            f"chunk {i}": writes
+            for addresses, writes in ((targets, True), (sources, False))
+            for i, chunk in enumerate(world.chunks)
+            if any(address in chunk for address in addresses.tolist())
+        }
+        world.run(stream, uses)  # what the driver took before it failed runs all the same
+        world.call()
+
+    def launch(step: int, stream: Any) -> None:
+        if step in world.orders:  # the host has written the order of this step anew
+            before, number = world.orders[step]
+            assert world.host.get(before, 0) >= number, "an order is written while it is read"
+        world.call()
+        gathers = world.is_out
+        world.orders[step] = world.run(stream, {f"chunk {step % 2}": gathers})
+
+    def instantiate(_: object) -> int:
+        world.instantiated += 1
+        return world.instantiated - 1
+
+    driver = SimpleNamespace(
+        CudaCopyError=CudaCopyError, has_batches=lambda: True, copy_batch=copy_batch,
+        launch=launch, instantiate=instantiate, destroy=lambda _: None,
+    )  # fmt: skip
+    cuda = SimpleNamespace(
+        Stream=lambda **high: Stream(name="kernels" if high else "bus", synchronize=lambda: None),
+        device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
+        set_device=lambda _: None, synchronize=lambda *_: None,
+        CUDAGraph=lambda **_: SimpleNamespace(raw_cuda_graph=lambda: None),
+        graph=lambda *_, **__: nullcontext(),
+        get_device_properties=lambda _: SimpleNamespace(multi_processor_count=1),
+    )  # fmt: skip
+    fake = SimpleNamespace(
+        cuda=cuda, empty=torch.empty, uint8=torch.uint8, int64=torch.int64,
+        zeros=lambda n, dtype, **_: torch.zeros(n, dtype=dtype), from_numpy=torch.from_numpy,
+    )  # fmt: skip
+    for name, value in {
+        "torch": fake, "_Event": Event, "cuda_driver": driver, "HAS_TRITON": True, "HEADER": 4,
+        "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
+        "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(cuda_copies, name, value, raising=False)
+    return world
+
+
+def made(world: World, pools: list[DevicePages]) -> CudaCopies:
+    """With a ring of a random size; the graph of a step is its number."""
+    ring = int(world.rng.choice([2, 4, 16]))
+    world.is_out = bool(world.rng.integers(2))
+    owner: Any = SimpleNamespace(cuda=Stream(name="owner"), followers=[])
+    copies = CudaCopies(
+        torch.device("cpu"),
+        owner,
+        out=world.is_out,
+        chunk_bytes=CHUNK_BYTES,
+        ring=ring,
+    )
+    for memory in pools:
+        world.instantiated = 0
+        copies.prepare(memory)
+    chunks = [step.address for step in copies._steps[:2]]
+    world.chunks = [range(at, at + CHUNK_BYTES) for at in chunks]
+    return copies
+
+
+@pytest.mark.parametrize("part_of_ten", range(10))
+@pytest.mark.parametrize("fails", [False, True])
+def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_ten: int) -> None:
+    """And the stream is behind all copies, which follow what it waits for."""
+    del part_of_ten
+    sizes = (64, 100, 512)
+    pools = [
+        adopt([torch.zeros((PAGES, size), dtype=torch.uint8) for _ in range(2)], page_axis=0)
+        for size in sizes
+    ]
+    copies = made(world, pools)
+    owner = copies._owner
+    for _ in range(80):
+        memory = pools[world.rng.integers(len(pools))]
+        host = np.zeros((PAGES, memory.page_bytes), np.uint8)
+        pages = np.arange(world.rng.integers(1, 20))
+        slots = world.rng.permutation(PAGES)[: len(pages)]
+        world.calls_left = int(world.rng.integers(24)) if fails else 0
+        try:
+            copies.copy(PageCopy(memory, pages, host, slots))
+        except CudaCopyError:
+            assert fails
+        world.calls_left = 0
+        last = {s.name: world.clock(s).get(s.name, 0) for s in copies.streams}
+        for name, number in last.items():
+            behind = world.clock(owner.cuda).get(name, 0)
+            assert behind >= number, f"the stream is not behind {name}"
