@@ -39,10 +39,11 @@ class BackupToL2(Move):
         for name, pages in slots.items():
             self.core.staging.tables[name].begin_load(pages)
 
-        target, named = dict(slots), Extents()
+        target = dict(slots)
+        named: Extents = ()
 
         def copied(error: str) -> None:
-            extents = Extents()
+            extents: Extents = ()
             if not error:
                 for name, pages in slots.items():
                     self.core.staging.tables[name].ready(pages)
@@ -51,7 +52,7 @@ class BackupToL2(Move):
             self._done(0 if error else self.count, extents, error)
 
         self.copies.d2h(self.source, slots, copied)
-        named = self.core.name(Tier.L2, target)
+        named = self.core.extents_of(Tier.L2, target)
 
     def _refused(self, cause: str) -> None:
         self._done(0, (), cause)

@@ -102,8 +102,8 @@ class Device(ABC):
         """End all streams after what is enqueued; False when something was still running."""
 
     copy_slice_bytes: int = 180 << 20
-    """A copy that is larger goes in slices, between which a more urgent one may go. Of pages of any
-    size, no more than three of a GPU's chunks of 64 MiB."""
+    """A copy that is larger goes in slices, between which a more urgent one may go. Of most pages,
+    three of a GPU's chunks of 64 MiB."""
 
     def copy_out(self, copy: PageCopy) -> None:
         """Device pages into host pages. Work for the D2H stream: called on its thread, returns when

@@ -210,18 +210,18 @@ class RuntimeCore:
             raise StaleHandleError("extents of unequal length in the component pools")
         return found, pages
 
-    def name(self, tier: Tier, pages: PageSet) -> Extents:
-        """Extents of pages that are not FREE, in every pool."""
+    def extents_of(self, tier: Tier, pages: PageSet) -> Extents:
+        """What pages that are not FREE are called, in every pool."""
         if page_set_count(pages) == 0:
             return ()
         return tuple(e for name, p in pages.items() for e in self.table(tier, name).extents_of(p))
 
     def claim(self, tier: Tier, pages: PageSet, named: Extents = ()) -> Extents:
-        """Extents of READY pages, claimed for control. `named`: what `name` has said, if it was
-        asked while the pages were filled."""
+        """Extents of READY pages, claimed for control. `named`: what `extents_of` has said, if
+        it was asked while the pages were filled."""
         for name, p in pages.items():
             self.table(tier, name).claim(p)
-        return named or self.name(tier, pages)
+        return named or self.extents_of(tier, pages)
 
     def release_l1(self, pages: PageSet) -> None:
         for name, p in pages.items():

@@ -178,7 +178,7 @@ class CudaDevice(Device):
         self.h2d: CudaStream = CudaStream("h2d", timeline, self, copies=True)
         self.d2h: CudaStream = CudaStream("d2h", timeline, self, copies=True)
         self._copies_in, self._copies_out = (
-            CudaCopies(self.torch_device, stream, out=out, chunk_bytes=chunk_bytes)
+            CudaCopies(self.torch_device, stream, out=out, chunk_bytes=chunk_bytes // 16 * 16)
             for stream, out in ((self.h2d, False), (self.d2h, True))
         )
 

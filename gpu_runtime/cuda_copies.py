@@ -9,10 +9,10 @@ small, so there are two ways, by the size of a piece (a layer's K, say, of one p
   and the copy engine moves whole pages from there, while the kernel fills the other chunk; scatter
   is the mirror image.
 
-Copies of one direction are on one stream: on two the engine would mix them, and both chunks would
-be free at the same time, and then neither. It is the stream itself, out of the device: a second one
-that it waits for cost 8 % of the bus, because who waits on the GPU asks for its turn over the bus.
-Into the device it is another one, else the next slice would wait for the last scatter of this one.
+Copies through chunks are on one stream each way: on two the engine would mix them, and both chunks
+would be free at the same time, and then neither. Out of the device it is the stream itself: with
+another that it waits for, most processes lost 8 % of the bus. Into the device it is another one,
+else the next slice would wait for the last scatter of this one.
 
 What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
 is on the thread that launches compute; calls that take long give the interpreter lock away, those
@@ -59,15 +59,15 @@ FIRST_BYTES, CALL_BYTES = 8 << 20, 32 << 20
 """Of a direct copy, so much goes with one call: the driver starts when it returns, so the first one
 is short where nothing moves yet; and other threads' calls wait for it, so none is long."""
 RING = 16
-"""Chunks that may be enqueued at once. Even. With the default sizes more than `CopyQueue` lets be
-under way; else the enqueueing thread waits for the first of them."""
+"""Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
+16 KiB and more; else the enqueueing thread waits for the first of them."""
 ORDER_PAGES = 2048
 """Most pages of one chunk."""
 
 
 class _Event:
     """A CUDA event that is recorded again and again: who waits, waits for the last time. Other than
-    torch's, its calls keep the interpreter lock."""
+    torch's, `record` and `hold_back` keep the interpreter lock."""
 
     def __init__(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> None:
         self._torch = torch.cuda.Event(blocking=blocking)
@@ -117,8 +117,9 @@ class CudaCopies:
     """One direction of one GPU. Called by the thread of its stream only, which is current.
 
     The stream is behind every copy: what waits for it, waits for them. Copies wait for what the
-    stream has waited for, and not for each other. Device and host pages must stay until the stream
-    has passed them; index tensors and chunks are kept here until then.
+    stream has waited for since this was made; no copy may count on the order among them. Device and
+    host pages must stay until the stream has passed them; index tensors and chunks are kept here
+    until then.
     """
 
     def __init__(

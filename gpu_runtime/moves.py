@@ -161,7 +161,7 @@ class Moves:
             core.staging.tables[name].hold(source[name])
             core.tables[name].begin_load(target[name])
 
-        named = Extents()
+        named: Extents = ()
 
         def done(error: str) -> None:
             n = 0 if error else count
@@ -171,7 +171,7 @@ class Moves:
             move.end(Restored(action_id=move.action_id, n=n, extents=extents, cause=error))
 
         self.copies.h2d(source, target, done)
-        named = core.name(Tier.L1, target)
+        named = core.extents_of(Tier.L1, target)
 
     def _refuse(self, action_id: int, cause: str, message: str = "") -> None:
         event = ActionFailed(action_id=action_id, cause=cause, message=message)

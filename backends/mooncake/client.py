@@ -24,6 +24,12 @@ _T = TypeVar("_T")
 POLLING_NICE = 10
 """So much the thread that waits for a transfer gives way to others."""
 
+MOVING_AT_ONCE = 2
+"""Calls that move bytes over TCP at once. One thread of the library moves them all: of more, all
+end late and together, and nothing moves while their callers check what they got."""
+PATIENCE_S = 1.0
+"""A call waits so long for its turn, and goes on then: others may hang."""
+
 _PING_S = 1.0
 """A thread of the library sleeps so long between two words to the master, and closing waits for it
 to wake up, with the interpreter held."""
@@ -93,6 +99,8 @@ class Client:
         self._store: Any = library.MooncakeDistributedStore()
         self._is_alone = _is_alone()
         self._is_polite = self._is_alone and _may_be_polite()
+        turns = MOVING_AT_ONCE if protocol == "tcp" else options.threads
+        self._turns = threading.Semaphore(turns)
         self._registered: set[int] = set()
         _open_stores.add(self)
         settings: dict[str, Any] = {
@@ -239,10 +247,18 @@ class Client:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
     def _poll(self, call: Callable[..., _T], *args: object) -> _T:
-        """A call in which the library moves bytes: its caller only polls for the end, without a
-        pause, so it makes room for the threads that move them."""
-        if not self._is_polite:
-            return call(*args)
+        """A call in which the library moves bytes, when it is its turn."""
+        is_my_turn = self._turns.acquire(timeout=PATIENCE_S)
+        try:
+            return self._polite(call, *args) if self._is_polite else call(*args)
+        finally:
+            if is_my_turn:
+                self._turns.release()
+
+    @staticmethod
+    def _polite(call: Callable[..., _T], *args: object) -> _T:
+        """Who makes such a call only polls for its end, without a pause: so it makes room for the
+        threads that move the bytes."""
         thread = threading.get_native_id()
         before = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, before + POLLING_NICE)

@@ -43,8 +43,10 @@ class Event:
     def synchronize(self) -> None:
         return
 
+    passed = True
+
     def has_passed(self) -> bool:
-        return len(self.log) % 2 == 0
+        return self.passed
 
 
 class Driver:
@@ -54,6 +56,8 @@ class Driver:
 
     def __init__(self) -> None:
         self.regions: list[tuple[int, int]] = []
+        self.calls: list[int] = []
+        """Bytes of each."""
         self.has_batches = lambda: True
 
     def copy_batch(self, targets: Any, sources: Any, nbytes: Any, *_: Any, **__: Any) -> None:
@@ -61,6 +65,7 @@ class Driver:
             assert numbers.dtype == np.int64
             assert numbers.flags.c_contiguous
             assert len(numbers) == len(nbytes) > 0
+        self.calls.append(int(nbytes.sum()))
         for target, source, n in zip(
             *(a.tolist() for a in (targets, sources, nbytes)), strict=True
         ):
@@ -161,9 +166,9 @@ def test_who_waits_for_whom(driver: Driver, out: bool, piece: int) -> None:
     else:
         handed_on = [("bus", "kernels"), ("kernels", "bus")]
         assert Event.log == [*handed_on * 4, ("owner", "kernels")]
-    Event.log.clear()
 
     def refuse(*_: Any, **__: Any) -> None:
+        Event.log.clear()
         raise cuda_driver.CudaCopyError("planted")
 
     driver.copy_batch = refuse  # type: ignore[method-assign]
@@ -171,6 +176,30 @@ def test_who_waits_for_whom(driver: Driver, out: bool, piece: int) -> None:
         copies.copy(copy)
     behind = [("owner", s.name) for s in copies.streams[1:]]
     assert Event.log[-len(behind) :] == behind
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_calls_of_a_direct_copy(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """The first is short where nothing moves; none is long."""
+    memory, _ = pool(np.random.default_rng(1), 2, 8, 65536)
+    for name, pieces in (("FIRST_BYTES", 3), ("CALL_BYTES", 5)):
+        monkeypatch.setattr(cuda_copies, name, pieces * 65536)
+    monkeypatch.setattr(Event, "passed", idle)
+    copies, host = made(out=True), np.zeros((8, memory.page_bytes), np.uint8)
+    copies.copy(PageCopy(memory, np.arange(8), host, np.arange(8)))
+    want = [3, 5, 5, 3] if idle else [5, 5, 5, 1]
+    assert driver.calls == [n * 65536 for n in want]
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_chunks_of_a_copy_are_about_as_large(driver: Driver, out: bool) -> None:
+    memory, _ = pool(np.random.default_rng(1), 2, 9, 64)
+    copies = made(out=out, chunk_bytes=4 * memory.page_bytes)
+    host = np.zeros((9, memory.page_bytes), np.uint8)
+    copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9)))
+    assert driver.calls == [n * memory.page_bytes for n in (3, 3, 3)]
 
 
 @pytest.fixture

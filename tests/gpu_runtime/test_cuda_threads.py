@@ -119,6 +119,7 @@ def test_order_and_completions(device: Any, registry: Registry) -> None:
     assert behind.wait(LONG_S)
     assert heard == ["event", "behind"]
     assert follower.waited == [event.cuda]
+    assert device.compute.cuda.waited == [event.cuda]
     assert registry.registered == {4096: 100, 4196: 50}
     assert close_at_once(device)
     assert not registry.registered

@@ -33,7 +33,6 @@ class Ran:
         self.nbytes = nbytes
         self.names: list[str] = []
         self.gate = threading.Event()
-        self.under_way, self.most = 0, 0
 
     def slices(self, name: str, count: int) -> list[Slice]:
         return [Slice(lambda i=i: self._run(f"{name}{i}"), self.nbytes) for i in range(count)]  # type: ignore[misc]
@@ -64,6 +63,23 @@ def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(
     first = [f"p{i}" for i in range(depth)]
     assert ran.names == [*first, "r0", "r1", *(f"p{i}" for i in range(depth, depth + 3)), "q0"]
     assert queue.queued == 0
+    queue.check_integrity()
+
+
+@pytest.mark.parametrize("first", [1, MOST_BYTES // 2])
+def test_a_slice_that_is_too_large_beside_others_waits_for_them(
+    device: CpuDevice, first: int
+) -> None:
+    queue, ran = CopyQueue(device.h2d), Ran(first)
+    small = ran.slices("a", 3)
+    ran.nbytes = MOST_BYTES
+    (event,) = queue.add([[*small[:2], *ran.slices("b", 2)]], CopyPriority.PREFETCH)
+    assert (queue._under_way, queue._bytes) == (LEAST, 2 * first)
+    queue.check_integrity()
+    ran.gate.set()
+    assert event.wait(10.0)
+    assert ran.names == ["a0", "a1", "b0", "b1"]
+    queue.check_integrity()
 
 
 def test_an_event_can_be_waited_for_before_it_is_recorded(device: CpuDevice) -> None:
@@ -96,6 +112,7 @@ def test_what_is_broken_is_noticed(device: CpuDevice) -> None:
         ("_under_way", -1, "wait with room"),
         ("_under_way", MOST + 1, "on the device"),
         ("_bytes", -1, "bytes"),
+        ("_bytes", 0, "bytes"),
     ):
         queue, ran = CopyQueue(device.h2d), Ran()
         queue.add([ran.slices("a", MOST + 1)], CopyPriority.PREFETCH)

@@ -15,6 +15,7 @@ from kvstrata.errors import InputError
 from kvstrata.tools import cli
 from kvstrata.tools.bench.transfer import Cost, Loop, Rate, TransferReport
 from kvstrata.tools.bench.transfer_table import plot, tables
+from kvstrata.tools.bench.transfer_wall import _rate
 
 REPORT = TransferReport(
     device="a GPU",
@@ -45,6 +46,13 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for argument, text in (("--size=much", "--size"), ("--only=GPT-9", "Llama-3-8B")):
         assert cli.main(["bench", "transfer", argument]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_the_rate_beside_a_loop_counts_parts_of_calls() -> None:
+    """Calls of two seconds and 100 bytes each: 50 a second, wherever the loop begins and ends."""
+    ends = [(2.0 * n, 100 * n) for n in range(1, 9)]
+    for started, ended in ((2.0, 4.0), (2.5, 3.0), (3.1, 14.9), (2.0, 16.0)):
+        assert _rate(ends, started, ended) == pytest.approx(50.0)
 
 
 def test_tables_show_every_figure() -> None:

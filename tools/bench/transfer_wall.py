@@ -223,14 +223,17 @@ class LoopBeside:
 def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: int) -> LoopBeside:
     """The loop alone, and while another thread calls `again`, which moves and says how much."""
     alone = loop(steps)
-    moves, stop, moved = threading.Event(), threading.Event(), [0]
-
+    moves, stop = threading.Event(), threading.Event()
+    ends: list[tuple[float, int]] = []
+    """When each call ended, and what all have moved until then."""
     failures: list[BaseException] = []
 
     def keep_moving() -> None:
+        moved = 0
         try:
             while not stop.is_set():
-                moved[0] += again()
+                moved += again()
+                ends.append((time.perf_counter(), moved))
                 moves.set()
         except BaseException as exc:  # noqa: BLE001 - raised where it is waited for
             failures.append(exc)
@@ -239,12 +242,18 @@ def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: i
     thread = threading.Thread(target=keep_moving, name="bench-transfers")
     thread.start()
     moves.wait()
-    before, started = moved[0], time.perf_counter()
+    started = time.perf_counter()
     beside = loop(steps)
-    seconds = time.perf_counter() - started
-    moved[0] -= before
+    ended = time.perf_counter()
     stop.set()
-    thread.join()
+    thread.join()  # the call that was under way has ended, too: its part is counted
     if failures:
         raise failures[0]
-    return LoopBeside(alone * 1e3, beside * 1e3, moved[0] / seconds / (1 << 30))
+    return LoopBeside(alone * 1e3, beside * 1e3, _rate(ends, started, ended) / (1 << 30))
+
+
+def _rate(ends: Sequence[tuple[float, int]], started: float, ended: float) -> float:
+    """Bytes a second between two times; of calls that lie across one of them, their part."""
+    times, moved = np.asarray(ends, np.float64).T
+    first, last = np.interp([started, ended], times, moved)
+    return float((last - first) / (ended - started))

@@ -11,7 +11,12 @@ import msgspec
 from kvstrata.backends import BackendContext
 from kvstrata.backends.base import Isolation
 from kvstrata.backends.mooncake import MooncakeBackend
-from kvstrata.backends.mooncake.client import POLLING_NICE, Client, _may_be_polite
+from kvstrata.backends.mooncake.client import (
+    MOVING_AT_ONCE,
+    POLLING_NICE,
+    Client,
+    _may_be_polite,
+)
 from kvstrata.backends.process import ProcessBackend
 from kvstrata.boundary import Outcome
 
@@ -48,6 +53,33 @@ def test_closing_keeps_nobody_waiting(shared, make_staging, until, monkeypatch) 
     assert client._store is not None
     may.set()
     until(lambda: client._store is None)
+
+
+def test_calls_take_turns_and_do_not_wait_for_long_for_those_that_hang(shared, monkeypatch) -> None:
+    begun, end, last = threading.Semaphore(0), threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        begun.release()
+        return end.wait(20.0)
+
+    with shared.open().link.use() as client:
+        threads = [
+            threading.Thread(target=client._poll, args=(hang,)) for _ in range(MOVING_AT_ONCE)
+        ]
+        threads.append(threading.Thread(target=client._poll, args=(last.set,)))
+        for thread in threads[:-1]:
+            thread.start()
+            assert begun.acquire(timeout=10.0)
+        monkeypatch.setattr("kvstrata.backends.mooncake.client.PATIENCE_S", 0.01)
+        assert client._poll(lambda: 7) == 7, "who hangs holds nobody back for ever"
+        monkeypatch.setattr("kvstrata.backends.mooncake.client.PATIENCE_S", 20.0)
+        threads[-1].start()
+        assert not last.wait(0.05), "it is not its turn"
+        end.set()
+        for thread in threads:
+            thread.join(10.0)
+            assert not thread.is_alive()
+        assert last.is_set()
 
 
 def test_a_thread_that_polls_gives_way_and_takes_its_priority_back(shared, monkeypatch) -> None:
