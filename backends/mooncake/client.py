@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvstrata.backends.mooncake.codes import describe, storage_error
@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 POLLING_NICE = 10
 """So much the thread that waits for a transfer gives way to others."""
 
-MOVING_AT_ONCE = 2
-"""Calls that move bytes over TCP at once. One thread of the library moves them all: of more, all
-end late and together, and nothing moves while their callers check what they got."""
+MOVING_CALLS, MOVING_BYTES = 2, 64 << 20
+"""Calls, and their bytes, that move over TCP at once. One thread of the library moves them all: of
+more, all end late and together, and nothing moves while their callers check what they got."""
 PATIENCE_S = 1.0
 """A call waits so long for its turn, and goes on then: others may hang."""
 
@@ -83,6 +83,35 @@ def transport(options: MooncakeOptions) -> str:
     )
 
 
+class _Turns:
+    """Who moves bytes now. Any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls, self._bytes = 0, 0
+
+    @contextlib.contextmanager
+    def turn(self, nbytes: int) -> Iterator[None]:
+        """Waits for it, at most PATIENCE_S."""
+        with self._changed:
+            is_mine = self._changed.wait_for(lambda: self._has_room(nbytes), PATIENCE_S)
+            if is_mine:
+                self._calls += 1
+                self._bytes += nbytes
+        try:
+            yield
+        finally:
+            if is_mine:
+                with self._changed:
+                    self._calls -= 1
+                    self._bytes -= nbytes
+                    self._changed.notify_all()
+
+    def _has_room(self, nbytes: int) -> bool:
+        fits = self._calls < MOVING_CALLS and self._bytes + nbytes <= MOVING_BYTES
+        return self._calls == 0 or fits
+
+
 class Client:
     """One `MooncakeDistributedStore`. Calls may come from any thread; `close` when none is under
     way. Nothing here waits for longer than the library's own timeouts."""
@@ -99,8 +128,7 @@ class Client:
         self._store: Any = library.MooncakeDistributedStore()
         self._is_alone = _is_alone()
         self._is_polite = self._is_alone and _may_be_polite()
-        turns = MOVING_AT_ONCE if protocol == "tcp" else options.threads
-        self._turns = threading.Semaphore(turns)
+        self._turns = _Turns() if protocol == "tcp" else None
         self._registered: set[int] = set()
         _open_stores.add(self)
         settings: dict[str, Any] = {
@@ -147,7 +175,9 @@ class Client:
     ) -> list[int]:
         """0 or a code each. A key that exists gives 0 and keeps its bytes."""
         config = self._config(segments)
-        return list(self._poll(self._store.batch_put_from, keys, addresses, sizes, config))
+        return list(
+            self._poll(sum(sizes), self._store.batch_put_from, keys, addresses, sizes, config)
+        )
 
     def put_parts(
         self,
@@ -159,18 +189,33 @@ class Client:
         """As `put`, each object from several buffers."""
         config = self._config(segments)
         return list(
-            self._poll(self._store.batch_put_from_multi_buffers, keys, addresses, sizes, config)
+            self._poll(
+                sum(map(sum, sizes)),
+                self._store.batch_put_from_multi_buffers,
+                keys,
+                addresses,
+                sizes,
+                config,
+            )
         )
 
     def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         """The object's bytes or a code each. -600: it is larger than the buffer."""
-        return list(self._poll(self._store.batch_get_into, keys, addresses, sizes))
+        return list(self._poll(sum(sizes), self._store.batch_get_into, keys, addresses, sizes))
 
     def get_parts(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
         """As `get`, each object into several buffers whose sizes add up to its own."""
-        return list(self._poll(self._store.batch_get_into_multi_buffers, keys, addresses, sizes))
+        return list(
+            self._poll(
+                sum(map(sum, sizes)),
+                self._store.batch_get_into_multi_buffers,
+                keys,
+                addresses,
+                sizes,
+            )
+        )
 
     def exists(self, keys: list[str]) -> list[bool]:
         """Raises `StorageError` when the master does not answer."""
@@ -246,14 +291,10 @@ class Client:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
-    def _poll(self, call: Callable[..., _T], *args: object) -> _T:
+    def _poll(self, nbytes: int, call: Callable[..., _T], *args: object) -> _T:
         """A call in which the library moves bytes, when it is its turn."""
-        is_my_turn = self._turns.acquire(timeout=PATIENCE_S)
-        try:
+        with self._turns.turn(nbytes) if self._turns else contextlib.nullcontext():
             return self._polite(call, *args) if self._is_polite else call(*args)
-        finally:
-            if is_my_turn:
-                self._turns.release()
 
     @staticmethod
     def _polite(call: Callable[..., _T], *args: object) -> _T:

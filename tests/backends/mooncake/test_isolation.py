@@ -7,12 +7,14 @@ import signal
 import threading
 
 import msgspec
+import pytest
 
 from kvstrata.backends import BackendContext
 from kvstrata.backends.base import Isolation
 from kvstrata.backends.mooncake import MooncakeBackend
 from kvstrata.backends.mooncake.client import (
-    MOVING_AT_ONCE,
+    MOVING_BYTES,
+    MOVING_CALLS,
     POLLING_NICE,
     Client,
     _may_be_polite,
@@ -55,7 +57,12 @@ def test_closing_keeps_nobody_waiting(shared, make_staging, until, monkeypatch) 
     until(lambda: client._store is None)
 
 
-def test_calls_take_turns_and_do_not_wait_for_long_for_those_that_hang(shared, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "calls"), [(1, MOVING_CALLS), (MOVING_BYTES // 2 + 1, 1), (2 * MOVING_BYTES, 1)]
+)
+def test_calls_take_turns_and_do_not_wait_for_long_for_those_that_hang(
+    shared, monkeypatch, nbytes, calls
+) -> None:
     begun, end, last = threading.Semaphore(0), threading.Event(), threading.Event()
 
     def hang() -> bool:
@@ -63,15 +70,13 @@ def test_calls_take_turns_and_do_not_wait_for_long_for_those_that_hang(shared, m
         return end.wait(20.0)
 
     with shared.open().link.use() as client:
-        threads = [
-            threading.Thread(target=client._poll, args=(hang,)) for _ in range(MOVING_AT_ONCE)
-        ]
-        threads.append(threading.Thread(target=client._poll, args=(last.set,)))
+        threads = [threading.Thread(target=client._poll, args=(nbytes, hang)) for _ in range(calls)]
+        threads.append(threading.Thread(target=client._poll, args=(nbytes, last.set)))
         for thread in threads[:-1]:
             thread.start()
             assert begun.acquire(timeout=10.0)
         monkeypatch.setattr("kvstrata.backends.mooncake.client.PATIENCE_S", 0.01)
-        assert client._poll(lambda: 7) == 7, "who hangs holds nobody back for ever"
+        assert client._poll(nbytes, lambda: 7) == 7, "who hangs holds nobody back for ever"
         monkeypatch.setattr("kvstrata.backends.mooncake.client.PATIENCE_S", 20.0)
         threads[-1].start()
         assert not last.wait(0.05), "it is not its turn"
@@ -90,12 +95,12 @@ def test_a_thread_that_polls_gives_way_and_takes_its_priority_back(shared, monke
 
     before = nice()
     with shared.open().link.use() as client:
-        assert client._poll(nice) == before
+        assert client._poll(1, nice) == before
     monkeypatch.setattr("kvstrata.backends.mooncake.client._is_alone", lambda: True)
     polite = Client(shared.options, "tcp")
     try:
         expected = before + POLLING_NICE if _may_be_polite() else before
-        assert polite._poll(nice) == min(expected, 19)
+        assert polite._poll(1, nice) == min(expected, 19)
         assert nice() == before
     finally:
         polite.retire()
