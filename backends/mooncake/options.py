@@ -61,8 +61,8 @@ class MooncakeOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     lease_s: float = 10.0
     """The master's `-default_kv_lease_ttl`: a call moves no more than arrives within half of it."""
     threads: int = 3
-    """Calls at once; over TCP one or two of them move bytes. Stores leave one to loads, so that with
-    3 the checksums of one call are made while another one moves."""
+    """Calls at once; over TCP one or two of them move bytes. Stores leave one to loads, so that
+    with 3 the checksums of one call are made while another one moves."""
     batch_pages: int = 128
     """Most pages in one call."""
     call_bytes: int | str = "64MiB"
