@@ -212,8 +212,6 @@ class RuntimeCore:
 
     def extents_of(self, tier: Tier, pages: PageSet) -> Extents:
         """What pages that are not FREE are called, in every pool."""
-        if page_set_count(pages) == 0:
-            return ()
         return tuple(e for name, p in pages.items() for e in self.table(tier, name).extents_of(p))
 
     def claim(self, tier: Tier, pages: PageSet, named: Extents = ()) -> Extents:

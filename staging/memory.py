@@ -30,8 +30,7 @@ class SharedRegion:
 
     `fd` may be passed to a worker process, which maps the same pages. The mapping lives until
     `close`, and until the last view of `array` is gone. With `huge_pages` it is made of pages of
-    2 MiB, which the system must have reserved: a device that copies scattered pages misses fewer
-    translations, and registering them is faster. All of them are taken at once.
+    2 MiB, which the system must have reserved; all of them are taken at once.
     """
 
     def __init__(

@@ -188,16 +188,8 @@ class Client:
     ) -> list[int]:
         """As `put`, each object from several buffers."""
         config = self._config(segments)
-        return list(
-            self._poll(
-                sum(map(sum, sizes)),
-                self._store.batch_put_from_multi_buffers,
-                keys,
-                addresses,
-                sizes,
-                config,
-            )
-        )
+        nbytes, call = sum(map(sum, sizes)), self._store.batch_put_from_multi_buffers
+        return list(self._poll(nbytes, call, keys, addresses, sizes, config))
 
     def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         """The object's bytes or a code each. -600: it is larger than the buffer."""
@@ -207,15 +199,8 @@ class Client:
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
         """As `get`, each object into several buffers whose sizes add up to its own."""
-        return list(
-            self._poll(
-                sum(map(sum, sizes)),
-                self._store.batch_get_into_multi_buffers,
-                keys,
-                addresses,
-                sizes,
-            )
-        )
+        nbytes, call = sum(map(sum, sizes)), self._store.batch_get_into_multi_buffers
+        return list(self._poll(nbytes, call, keys, addresses, sizes))
 
     def exists(self, keys: list[str]) -> list[bool]:
         """Raises `StorageError` when the master does not answer."""

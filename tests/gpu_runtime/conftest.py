@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime
 from kvstrata.gpu_runtime.testing import Prompt, Rig, RuntimeSuite
@@ -17,6 +19,35 @@ KV = ComponentSpec("kv", layers=2, kv_heads=1, head_dim=4, dtype="bfloat16")
 INDEX = ComponentSpec("index", layers=1, kv_heads=1, head_dim=5, dtype="uint8", layout="HND")
 
 Bench = Callable[..., Rig]
+
+
+class FakeStream(SimpleNamespace):
+    """A CUDA stream that is a name; `cuda_stream`, what a driver is given, is the stream itself."""
+
+    @property
+    def cuda_stream(self) -> FakeStream:
+        return self
+
+    def synchronize(self) -> None:
+        return
+
+
+@pytest.fixture
+def fake_torch() -> Any:
+    """What `CudaCopies` needs of torch where there is no GPU: a stream of high priority is named
+    "kernels", another one "bus"."""
+    cuda = SimpleNamespace(
+        Stream=lambda **high: FakeStream(name="kernels" if high else "bus"),
+        device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
+        set_device=lambda _: None, synchronize=lambda *_: None,
+        CUDAGraph=lambda **_: SimpleNamespace(raw_cuda_graph=lambda: None),
+        graph=lambda *_, **__: nullcontext(),
+        get_device_properties=lambda _: SimpleNamespace(multi_processor_count=1),
+    )  # fmt: skip
+    return SimpleNamespace(
+        cuda=cuda, empty=torch.empty, uint8=torch.uint8, int64=torch.int64,
+        zeros=lambda n, dtype, **_: torch.zeros(n, dtype=dtype), from_numpy=torch.from_numpy,
+    )  # fmt: skip
 
 
 @pytest.fixture

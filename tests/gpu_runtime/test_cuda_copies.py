@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,20 +74,11 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
     Event.log = []
-    cuda = SimpleNamespace(
-        Stream=lambda **high: SimpleNamespace(name="kernels" if high else "bus", cuda_stream=0),
-        device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
-        set_device=lambda _: None, synchronize=lambda *_: None,
-    )  # fmt: skip
-    fake = SimpleNamespace(
-        cuda=cuda, empty=torch.empty, uint8=torch.uint8, int64=torch.int64,
-        zeros=lambda n, dtype, **_: torch.zeros(n, dtype=dtype), from_numpy=torch.from_numpy,
-    )  # fmt: skip
     driver = Driver()
     for name, value in {
-        "torch": fake, "_Event": Event, "HAS_TRITON": False, "cuda_driver": driver,
+        "torch": fake_torch, "_Event": Event, "HAS_TRITON": False, "cuda_driver": driver,
         "DIRECT_BYTES": PIECES[-2],
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value)
@@ -203,7 +193,9 @@ def test_chunks_of_a_copy_are_about_as_large(driver: Driver, out: bool) -> None:
 
 
 @pytest.fixture
-def capture(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def capture(
+    driver: Driver, fake_torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
     """Kernels are names: what is captured now is that of the pool that was named last."""
     now = [""]
 
@@ -215,11 +207,7 @@ def capture(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         def raw_cuda_graph(self) -> str:
             return self.name
 
-    cuda: Any = cuda_copies.torch.cuda
-    cuda.CUDAGraph, cuda.graph = Graph, lambda *_, **__: nullcontext()
-    cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=2)
-    stream = cuda.Stream
-    cuda.Stream = lambda **high: SimpleNamespace(**vars(stream(**high)), synchronize=lambda: None)
+    fake_torch.cuda.CUDAGraph = Graph
     for name in ("fetch_order", "move_pieces"):
         monkeypatch.setattr(cuda_copies, name, lambda *_, **__: None, raising=False)
     monkeypatch.setattr(cuda_copies, "HAS_TRITON", True)

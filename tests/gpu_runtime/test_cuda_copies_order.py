@@ -8,7 +8,6 @@ order, whatever copies come, and wherever a call of the driver fails. With a GPU
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +46,7 @@ class World:
         self.calls_left = 0
         """Until a call of the driver fails; 0: none does."""
         self.instantiated = 0
+        self.owner: Any = SimpleNamespace(followers=[])
         self.is_out = True
 
     def clock(self, stream: Any) -> Clock:
@@ -70,17 +70,11 @@ class World:
         return stream.name, number
 
 
-class Stream(SimpleNamespace):
-    """`cuda_stream` is the stream itself: that is what the driver is given."""
-
-    @property
-    def cuda_stream(self) -> Stream:
-        return self
-
-
 @pytest.fixture
-def world(seed: int, part_of_ten: int, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World((seed, part_of_ten))
+    world.owner.cuda = fake_torch.cuda.Stream()
+    world.owner.cuda.name = "owner"
 
     class Event:
         def __init__(self, stream: Any, **_: bool) -> None:
@@ -126,20 +120,9 @@ def world(seed: int, part_of_ten: int, monkeypatch: pytest.MonkeyPatch) -> World
         CudaCopyError=CudaCopyError, has_batches=lambda: True, copy_batch=copy_batch,
         launch=launch, instantiate=instantiate, destroy=lambda _: None,
     )  # fmt: skip
-    cuda = SimpleNamespace(
-        Stream=lambda **high: Stream(name="kernels" if high else "bus", synchronize=lambda: None),
-        device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
-        set_device=lambda _: None, synchronize=lambda *_: None,
-        CUDAGraph=lambda **_: SimpleNamespace(raw_cuda_graph=lambda: None),
-        graph=lambda *_, **__: nullcontext(),
-        get_device_properties=lambda _: SimpleNamespace(multi_processor_count=1),
-    )  # fmt: skip
-    fake = SimpleNamespace(
-        cuda=cuda, empty=torch.empty, uint8=torch.uint8, int64=torch.int64,
-        zeros=lambda n, dtype, **_: torch.zeros(n, dtype=dtype), from_numpy=torch.from_numpy,
-    )  # fmt: skip
     for name, value in {
-        "torch": fake, "_Event": Event, "cuda_driver": driver, "HAS_TRITON": True, "HEADER": 4,
+        "torch": fake_torch, "_Event": Event, "cuda_driver": driver,
+        "HAS_TRITON": True, "HEADER": 4,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000,
     }.items():  # fmt: skip
@@ -151,10 +134,9 @@ def made(world: World, pools: list[DevicePages]) -> CudaCopies:
     """With a ring of a random size; the graph of a step is its number."""
     ring = int(world.rng.choice([2, 4, 16]))
     world.is_out = bool(world.rng.integers(2))
-    owner: Any = SimpleNamespace(cuda=Stream(name="owner"), followers=[])
     copies = CudaCopies(
         torch.device("cpu"),
-        owner,
+        world.owner,
         out=world.is_out,
         chunk_bytes=CHUNK_BYTES,
         ring=ring,
@@ -178,7 +160,6 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
         for size in sizes
     ]
     copies = made(world, pools)
-    owner = copies._owner
     for _ in range(80):
         memory = pools[world.rng.integers(len(pools))]
         host = np.zeros((PAGES, memory.page_bytes), np.uint8)
@@ -192,5 +173,5 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
         world.calls_left = 0
         last = {s.name: world.clock(s).get(s.name, 0) for s in copies.streams}
         for name, number in last.items():
-            behind = world.clock(owner.cuda).get(name, 0)
+            behind = world.clock(world.owner.cuda).get(name, 0)
             assert behind >= number, f"the stream is not behind {name}"
