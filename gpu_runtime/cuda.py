@@ -21,6 +21,7 @@ from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime.base import Device, Event
 from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
+from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.timeline import Timeline
 
@@ -28,14 +29,16 @@ logger = logging.getLogger(__name__)
 
 _ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered."""
+_EXACT_MS = 60_000.0
+"""CUDA tells the time between two events as a float of 32 bits: to 4 µs after a minute, to 1 ms
+after three hours."""
 
 
 class _Span:
     """Timing events around one piece of work; used again when they were read."""
 
-    def __init__(self) -> None:
-        self.start = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True)
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.start, self.end = (ReusedEvent(stream, timing=True) for _ in range(2))
         self.nbytes = 0
 
 
@@ -65,7 +68,7 @@ class CudaStream(CpuStream):
     ) -> None:
         self._device = device
         self._copies = copies
-        self.cuda = torch.cuda.Stream(device.torch_device)
+        self.cuda = torch.cuda.Stream(device.torch_device, priority=-1 if copies else 0)
         self._after: list[Event] = []
         self._spans: list[_Span] = []
         self._spare_spans: deque[_Span] = deque()
@@ -100,11 +103,11 @@ class CudaStream(CpuStream):
         super()._run()
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
-        span = self._spare_spans.popleft() if self._spare_spans else _Span()
+        span = self._spare_spans.popleft() if self._spare_spans else _Span(self.cuda)
         span.nbytes = nbytes
-        span.start.record()
+        span.start.record(self.cuda)
         work()
-        span.end.record()
+        span.end.record(self.cuda)
         self._spans.append(span)
 
     def _record_now(self, event: CpuEvent) -> None:
@@ -141,7 +144,7 @@ class CudaStream(CpuStream):
         if self._device.fault is not None:
             return
         for span in event.spans:
-            self._device.note_span(self.name, span.start, span.end, span.nbytes)
+            self._device.note_span(self.name, span)
         self._spare_spans.extend(event.spans)
         event.complete()
 
@@ -170,10 +173,10 @@ class CudaDevice(Device):
         self._timeline = timeline
         self._registered: list[int] = []
         with torch.cuda.device(self.torch_device):
-            self._zero = torch.cuda.Event(enable_timing=True)
-            self._zero.record()
-            self._zero.synchronize()
-        self._zero_s = time.monotonic()
+            zero = ReusedEvent(torch.cuda.current_stream(), timing=True)
+            zero.synchronize()
+        self._zero = zero, time.monotonic()
+        """An event, and when it was by the host's clock."""
         self.compute: CudaStream = CudaStream("compute", timeline, self)
         self.h2d: CudaStream = CudaStream("h2d", timeline, self, copies=True)
         self.d2h: CudaStream = CudaStream("d2h", timeline, self, copies=True)
@@ -206,12 +209,17 @@ class CudaDevice(Device):
             self._copies_out.prepare(memory)
             torch.cuda.synchronize()
 
-    def note_span(
-        self, stream: str, start: torch.cuda.Event, end: torch.cuda.Event, nbytes: int
-    ) -> None:
-        """Times on the GPU, as seconds of the host's clock."""
-        start_s = self._zero_s + self._zero.elapsed_time(start) / 1e3
-        self._timeline.span(stream, start_s, start_s + start.elapsed_time(end) / 1e3, nbytes)
+    def note_span(self, stream: str, span: _Span) -> None:
+        """Times on the GPU, as seconds of the host's clock. Any thread, for spans of its own."""
+        zero, zero_s = self._zero
+        start_ms = zero.ms_until(span.start)
+        start_s = zero_s + start_ms / 1e3
+        self._timeline.span(
+            stream, start_s, start_s + span.start.ms_until(span.end) / 1e3, span.nbytes
+        )
+        if start_ms > _EXACT_MS:
+            self._zero = span.start, start_s
+            span.start = ReusedEvent(torch.cuda.current_stream(self.torch_device), timing=True)
 
     def pin(self, address: int, chunk_bytes: Sequence[int]) -> None:
         cudart = torch.cuda.cudart()

@@ -10,9 +10,9 @@ small, so there are two ways, by the size of a piece (a layer's K, say, of one p
   is the mirror image.
 
 Copies through chunks are on one stream each way: on two the engine would mix them, and both chunks
-would be free at the same time, and then neither. Out of the device it is the stream itself: with
-another that it waits for, most processes lost 8 % of the bus. Into the device it is another one,
-else the next slice would wait for the last scatter of this one.
+would be free at the same time, and then neither. Kernels are on another. What ends a copy is on the
+stream that others wait for, and nothing else is: a stream with no work of its own that waited for
+one of these cost a loop of launches beside it another 20 %, and the bus 4 to 8 %.
 
 What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
 is on the thread that launches compute; calls that take long give the interpreter lock away, those
@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ import torch
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
 from kvstrata.gpu_runtime.cuda_driver import Numbers
+from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
 
 HAS_TRITON = find_spec("triton") is not None
@@ -51,42 +53,20 @@ class CopyStream(Protocol):
     """What `CudaCopies` needs of its stream."""
 
     cuda: torch.cuda.Stream
+    """Into the device it runs kernels: of high priority, these do not wait for a model's."""
     followers: list[torch.cuda.Stream]
     """They wait for every event that the stream waits for."""
 
 
 FIRST_BYTES, CALL_BYTES = 8 << 20, 32 << 20
 """Of a direct copy, so much goes with one call: the driver starts when it returns, so the first one
-is short where nothing moves yet; and other threads' calls wait for it, so none is long."""
+is short where nothing moves yet; and other threads' calls wait for it, so none is long. So is the
+first chunk out of the device, which is gathered before it moves."""
 RING = 16
 """Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
 16 KiB and more; else the enqueueing thread waits for the first of them."""
 ORDER_PAGES = 2048
 """Most pages of one chunk."""
-
-
-class _Event:
-    """A CUDA event that is recorded again and again: who waits, waits for the last time. Other than
-    torch's, `record` and `hold_back` keep the interpreter lock."""
-
-    def __init__(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> None:
-        self._torch = torch.cuda.Event(blocking=blocking)
-        self._torch.record(stream)  # torch makes it now
-        self._handle = int(self._torch.cuda_event)
-
-    def record(self, stream: torch.cuda.Stream) -> None:
-        cuda_driver.record(self._handle, stream.cuda_stream)
-
-    def hold_back(self, stream: torch.cuda.Stream) -> None:
-        """What `stream` does next waits for the event."""
-        cuda_driver.wait(stream.cuda_stream, self._handle)
-
-    def has_passed(self) -> bool:
-        return bool(self._torch.query())
-
-    def synchronize(self) -> None:
-        if not self.has_passed():
-            self._torch.synchronize()
 
 
 @dataclass(eq=False, slots=True)
@@ -97,9 +77,9 @@ class _Step:
     pinned: torch.Tensor
     """The order, as the host writes it: int64 [HEADER + ORDER_PAGES]."""
     order: torch.Tensor
-    moved: _Event
+    moved: ReusedEvent
     """Behind the kernel."""
-    bussed: _Event
+    bussed: ReusedEvent
     """Behind the copy engine."""
     numbers: npt.NDArray[np.int64] = field(init=False)
     """`pinned`."""
@@ -134,11 +114,12 @@ class CudaCopies:
         self._device, self._owner, self._out = device, owner, out
         self._chunk_bytes, self._ring = chunk_bytes, ring
         with torch.cuda.device(device):
-            self._kernels = torch.cuda.Stream(priority=-1)
-            self._bus = owner.cuda if out else torch.cuda.Stream()
-            self._last_direct = _Event(owner.cuda)
-        self._followers = (self._kernels,) if out else (self._bus, self._kernels)
-        owner.followers += self._followers
+            self._follower = torch.cuda.Stream(priority=-1)
+            self._last_direct = ReusedEvent(owner.cuda)
+        self._kernels, self._bus = (
+            (self._follower, owner.cuda) if out else (owner.cuda, self._follower)
+        )
+        owner.followers.append(self._follower)
         self._steps: list[_Step] = []
         self._turn = 0
         self._known: list[tuple[DevicePages, torch.Tensor]] = []
@@ -148,7 +129,7 @@ class CudaCopies:
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
         """All that the copies run on."""
-        return self._owner.cuda, *self._followers
+        return self._owner.cuda, self._follower
 
     def copy(self, copy: PageCopy) -> None:
         """Enqueue. Raises CudaCopyError and what torch and Triton raise; the stream is behind what
@@ -166,8 +147,7 @@ class CudaCopies:
         for step in self._steps:
             step.moved.record(self._kernels)
             step.bussed.record(self._bus)
-        for stream in self._followers:
-            _Event(stream).hold_back(self._owner.cuda)
+        ReusedEvent(self._follower).hold_back(self._owner.cuda)
 
     def prepare(self, memory: DevicePages) -> None:
         """Compile and capture what copies of `memory` need. Raises ConfigError for pages that are
@@ -230,21 +210,18 @@ class CudaCopies:
     def _through_chunks(self, copy: PageCopy) -> None:
         number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
-        most = min(self._chunk_bytes // nbytes, ORDER_PAGES)
-        turns = -(-len(copy.pages) // most)
-        most = -(-len(copy.pages) // turns)  # all about as large: a small last one costs as much
-        places, here, lengths = self._host_runs(copy, nbytes, most)
-        last_scatter: _Event | None = None
-        for at in range(0, len(copy.pages), most):
+        borders = self._borders(len(copy.pages), nbytes)
+        places, here, lengths = self._host_runs(copy, nbytes, borders)
+        for at, end in pairwise(borders):
             step = self._steps[self._turn]
             before = self._steps[self._turn - 2]  # the last one with this chunk
             self._turn = (self._turn + 1) % self._ring
-            first, last = np.searchsorted(places, (at, at + most))
+            first, last = np.searchsorted(places, (at, end))
             there = step.address + (places[first:last] - at) * nbytes
             step.moved.synchronize()  # long ago, as a rule: then its order may be written again
             if self._out:
                 before.bussed.hold_back(self._kernels)
-                self._move(number, copy, slice(at, at + most), step)
+                self._move(number, copy, slice(at, end), step)
                 step.moved.hold_back(self._bus)
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
@@ -253,18 +230,29 @@ class CudaCopies:
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
                 step.bussed.hold_back(self._kernels)
-                self._move(number, copy, slice(at, at + most), step)
-                last_scatter = step.moved
-        if last_scatter is not None:
-            last_scatter.hold_back(self._owner.cuda)
+                self._move(number, copy, slice(at, end), step)
+
+    def _borders(self, count: int, nbytes: int) -> list[int]:
+        """Where the chunks of `count` pages of `nbytes` begin, and the end. All are about as large,
+        as a small last one costs as much; but the first is short where the bus waits for it."""
+        most = min(self._chunk_bytes // nbytes, ORDER_PAGES)
+        first = 0
+        if self._out and self._steps[self._turn - 1].bussed.has_passed():
+            first = min(max(1, FIRST_BYTES // nbytes), most, count)
+        rest = count - first
+        turns = max(1, -(-rest // most))
+        borders = range(first, count, max(1, -(-rest // turns)))
+        return [*([0] if first else []), *borders, count]
 
     @staticmethod
-    def _host_runs(copy: PageCopy, nbytes: int, most: int) -> tuple[Numbers, Numbers, Numbers]:
-        """What single copies can cover of the host side, `nbytes` of each page, none across two
-        chunks of `most` pages: first places in `copy.slots`, addresses, lengths in bytes."""
+    def _host_runs(
+        copy: PageCopy, nbytes: int, borders: list[int]
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """What single copies can cover of the host side, `nbytes` of each page, none across one of
+        `borders`: first places in `copy.slots`, addresses, lengths in bytes."""
         whole = nbytes == copy.memory.page_bytes == copy.host_step
         first, count = host_runs(
-            copy.slots, copy.memory.host_chunk_pages, joined=whole, at_most=most
+            copy.slots, copy.memory.host_chunk_pages, joined=whole, borders=borders
         )
         offset = copy.host.ctypes.data + copy.pieces.start * copy.memory.layout.piece_bytes
         return first, offset + copy.slots[first] * copy.host_step, count * nbytes
@@ -310,8 +298,8 @@ class CudaCopies:
                 chunks[i % 2],
                 torch.zeros(numbers, dtype=torch.int64, pin_memory=True),
                 torch.zeros(numbers, dtype=torch.int64, device=self._device),
-                _Event(self._kernels, blocking=True),
-                _Event(self._bus),
+                ReusedEvent(self._kernels, blocking=True),
+                ReusedEvent(self._bus),
             )
             for i in range(self._ring)
         ]

@@ -29,6 +29,8 @@ _ATTRIBUTES = np.dtype(
     ]
 )
 """CUmemcpyAttributes."""
+_NOT_READY = 600
+"""CUDA_ERROR_NOT_READY: no error."""
 _ORDER_OF_STREAM = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there, not before."""
 
@@ -118,6 +120,14 @@ def record(event: int, stream: int) -> None:
 def wait(stream: int, event: int) -> None:
     """cuStreamWaitEvent: for the last `record` of the event until now."""
     _call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
+
+
+def has_passed(event: int) -> bool:
+    """cuEventQuery."""
+    code = int(_driver(keeps_lock=True).cuEventQuery(ctypes.c_void_p(event)))
+    if code not in (0, _NOT_READY):
+        raise CudaCopyError(f"the CUDA driver refused cuEventQuery: error {code}")
+    return code == 0
 
 
 def launch(graph: int, stream: int) -> None:

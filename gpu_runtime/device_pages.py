@@ -237,17 +237,17 @@ def host_index(slots: npt.NDArray[np.int64]) -> torch.Tensor | slice:
 
 
 def host_runs(
-    slots: npt.NDArray[np.int64], border: int, *, joined: bool, at_most: int
+    slots: npt.NDArray[np.int64], border: int, *, joined: bool, borders: Sequence[int] = ()
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Runs of host pages that one copy can cover: their first places in `slots`, and their lengths.
 
     `joined`: nothing lies between two pages. No run crosses a multiple of `border`: memory that was
-    registered apart begins there. Nor is one across two groups of `at_most` places.
+    registered apart begins there. Nor does one cross a place in `borders`.
     """
     if not joined:
         return np.arange(len(slots)), np.ones(len(slots), np.int64)
-    cut = np.ones(len(slots), np.bool_)
-    cut[1:] = (np.diff(slots) != 1) | (slots[1:] % border == 0)
-    cut[::at_most] = True
-    first = np.flatnonzero(cut)
+    cut = np.ones(len(slots) + 1, np.bool_)
+    cut[1:-1] = (np.diff(slots) != 1) | (slots[1:] % border == 0)
+    cut[list(borders)] = True
+    first = np.flatnonzero(cut[:-1])
     return first, np.diff(np.append(first, len(slots)))

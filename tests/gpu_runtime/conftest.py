@@ -34,10 +34,9 @@ class FakeStream(SimpleNamespace):
 
 @pytest.fixture
 def fake_torch() -> Any:
-    """What `CudaCopies` needs of torch where there is no GPU: a stream of high priority is named
-    "kernels", another one "bus"."""
+    """What `CudaCopies` needs of torch where there is no GPU."""
     cuda = SimpleNamespace(
-        Stream=lambda **high: FakeStream(name="kernels" if high else "bus"),
+        Stream=lambda **_: FakeStream(name="follower"),
         device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
         set_device=lambda _: None, synchronize=lambda *_: None,
         CUDAGraph=lambda **_: SimpleNamespace(raw_cuda_graph=lambda: None),

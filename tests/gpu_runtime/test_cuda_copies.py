@@ -20,7 +20,6 @@ from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.transfers import slices_of
 
-FOLLOWERS = ["bus", "kernels"]
 PIECES = [1, 7, 8, 42, 80, 4096, 65536, 70000]
 
 
@@ -78,7 +77,7 @@ def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
     Event.log = []
     driver = Driver()
     for name, value in {
-        "torch": fake_torch, "_Event": Event, "HAS_TRITON": False, "cuda_driver": driver,
+        "torch": fake_torch, "ReusedEvent": Event, "HAS_TRITON": False, "cuda_driver": driver,
         "DIRECT_BYTES": PIECES[-2],
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value)
@@ -139,23 +138,23 @@ def test_every_byte_goes_where_it_should(
 
 @pytest.mark.parametrize("piece", [64, 65536])
 @pytest.mark.parametrize("out", [True, False])
-def test_who_waits_for_whom(driver: Driver, out: bool, piece: int) -> None:
+def test_who_waits_for_whom(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, piece: int
+) -> None:
     """Chunks are handed on, and the stream is behind all of it, also when a copy fails."""
     rng = np.random.default_rng(1)
     memory, _ = pool(rng, 2, 8, piece)
     host = np.zeros((8, memory.page_bytes), np.uint8)
+    monkeypatch.setattr(Event, "passed", False)
     copies = made(out=out, chunk_bytes=2 * memory.page_bytes)
-    assert [s.name for s in copies.streams] == ["owner", *(["kernels"] if out else FOLLOWERS)]
-    assert [s.name for s in copies._owner.followers] == [s.name for s in copies.streams[1:]]
+    assert [s.name for s in copies.streams] == ["owner", "follower"]
+    assert copies._owner.followers == [copies.streams[1]]
     copy = PageCopy(memory, np.arange(8), host, rng.permutation(8))
     copies.copy(copy)
     if piece == 65536:
         assert not Event.log
-    elif out:  # the chunk is free again, then it is full
-        assert Event.log == [("kernels", "owner"), ("owner", "kernels")] * 4
-    else:
-        handed_on = [("bus", "kernels"), ("kernels", "bus")]
-        assert Event.log == [*handed_on * 4, ("owner", "kernels")]
+    else:  # the chunk is free again, then it is full; nobody else waits
+        assert Event.log == [("follower", "owner"), ("owner", "follower")] * 4
 
     def refuse(*_: Any, **__: Any) -> None:
         Event.log.clear()
@@ -164,8 +163,7 @@ def test_who_waits_for_whom(driver: Driver, out: bool, piece: int) -> None:
     driver.copy_batch = refuse  # type: ignore[method-assign]
     with pytest.raises(cuda_driver.CudaCopyError):
         copies.copy(copy)
-    behind = [("owner", s.name) for s in copies.streams[1:]]
-    assert Event.log[-len(behind) :] == behind
+    assert Event.log[-1:] == [("owner", "follower")]
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -183,13 +181,21 @@ def test_calls_of_a_direct_copy(
     assert driver.calls == [n * 65536 for n in want]
 
 
+@pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("out", [True, False])
-def test_chunks_of_a_copy_are_about_as_large(driver: Driver, out: bool) -> None:
+def test_chunks_of_a_copy_are_about_as_large(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, idle: bool
+) -> None:
+    """But the first is short where the bus waits for it to be gathered."""
     memory, _ = pool(np.random.default_rng(1), 2, 9, 64)
+    monkeypatch.setattr(cuda_copies, "FIRST_BYTES", memory.page_bytes)
+    monkeypatch.setattr(Event, "passed", idle)
     copies = made(out=out, chunk_bytes=4 * memory.page_bytes)
     host = np.zeros((9, memory.page_bytes), np.uint8)
     copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9)))
-    assert driver.calls == [n * memory.page_bytes for n in (3, 3, 3)]
+    assert driver.calls == [
+        n * memory.page_bytes for n in ((1, 4, 4) if out and idle else (3, 3, 3))
+    ]
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         launch=launch, instantiate=instantiate, destroy=lambda _: None,
     )  # fmt: skip
     for name, value in {
-        "torch": fake_torch, "_Event": Event, "cuda_driver": driver,
+        "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver,
         "HAS_TRITON": True, "HEADER": 4,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000,

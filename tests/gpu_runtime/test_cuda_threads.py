@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,16 +22,19 @@ LONG_S = 20.0
 
 
 class InstantEvent:
-    def __init__(self, **kind: bool) -> None:
+    now_ms = 0.0
+
+    def __init__(self, stream: object = None, **kind: bool) -> None:
         self.kind = kind
         self.synchronize: Callable[[], None] = lambda: None
+        self.record(stream)
 
     def record(self, stream: object = None) -> None:
         del stream
+        self.ms = InstantEvent.now_ms
 
-    def elapsed_time(self, other: object) -> float:
-        del other
-        return 0.0
+    def ms_until(self, later: InstantEvent) -> float:
+        return float(np.float32(later.ms - self.ms))
 
 
 class FakeStream:
@@ -74,13 +78,15 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
 
     gpu = SimpleNamespace(
         is_available=lambda: True, device_count=lambda: 1, cudart=lambda: registry,
-        Event=InstantEvent, Stream=lambda device: stream, current_stream=lambda device: stream,
+        Event=InstantEvent, Stream=lambda device, **_: stream, current_stream=lambda *_: stream,
         device=lambda device: nullcontext(), set_device=lambda device: None,
         set_stream=lambda stream: None,
     )  # fmt: skip
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=gpu, device=torch.device, zeros=fail))
     copies = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(cuda, "CudaCopies", lambda *args, **more: copies)
+    monkeypatch.setattr(cuda, "ReusedEvent", InstantEvent)
+    monkeypatch.setattr(InstantEvent, "now_ms", 0.0)
     device = cuda.CudaDevice(Timeline())
     yield device
     device.close(LONG_S)
@@ -139,6 +145,18 @@ def test_who_spins_and_what_is_used_again(device: Any) -> None:
     assert spans[0] == spans[1] == spans[2]
     assert len(spans[0]) == 1
     assert device._timeline.totals()["d2h"].nbytes == 15
+
+
+def test_times_stay_exact(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After seven hours CUDA's own are multiples of 2 ms."""
+    zero_s, now_ms = device._zero[1], 0.0
+    for step_ms in np.random.default_rng(1).uniform(40e3, 60e3, 500):
+        now_ms += step_ms
+        monkeypatch.setattr(InstantEvent, "now_ms", now_ms)
+        device.h2d.enqueue(lambda: None, 1)
+        assert device.h2d.record().wait(LONG_S)
+        start_s, _ = device._timeline._spans["h2d"][-1]
+        assert start_s - zero_s == pytest.approx(now_ms / 1e3, abs=1e-4)
 
 
 def test_a_stream_that_cannot_begin_breaks_the_device(

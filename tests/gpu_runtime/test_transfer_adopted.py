@@ -211,7 +211,7 @@ def test_a_copy_that_fails_says_so_and_goes_no_further(pools: Any, monkeypatch: 
 
 def test_host_runs_end_where_registered_memory_does() -> None:
     slots = np.array([3, 4, 5, 8, 7, 9, 10, 11, 12])
-    first, count = host_runs(slots, 4, joined=True, at_most=9)
+    first, count = host_runs(slots, 4, joined=True)
     assert list(zip(first.tolist(), count.tolist(), strict=True)) == [
         (0, 1),  # 3 | 4 begins a region
         (1, 2),
@@ -220,11 +220,11 @@ def test_host_runs_end_where_registered_memory_does() -> None:
         (5, 3),  # 9 10 11 | 12
         (8, 1),
     ]
-    first, count = host_runs(slots, 4, joined=True, at_most=2)
+    first, count = host_runs(slots, 4, joined=True, borders=[0, 2, 4, 6, 8, 9])
     assert list(zip(first.tolist(), count.tolist(), strict=True)) == [
         (0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (8, 1),
     ]  # fmt: skip
-    first, count = host_runs(slots, 4, joined=False, at_most=2)
+    first, count = host_runs(slots, 4, joined=False, borders=[0, 2, 9])
     assert first.tolist() == list(range(9))
     assert set(count.tolist()) == {1}
 

@@ -98,7 +98,7 @@ class Case:
         whole = self.region.array[: 4 * self.count * stride]
         halves = whole.reshape(2, 2 * self.count, stride)
         self.host = {True: halves[0], False: halves[1]}
-        self.streams = {out: CopyStream(torch.cuda.Stream()) for out in (True, False)}
+        self.streams = {out: CopyStream(torch.cuda.Stream(priority=-1)) for out in (True, False)}
         self.copies = {
             out: CudaCopies(
                 device, self.streams[out], out=out, chunk_bytes=CHUNK_BYTES, ring=GATED_CHUNKS

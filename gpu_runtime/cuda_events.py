@@ -1,0 +1,41 @@
+"""CUDA events that are recorded again and again, without giving the interpreter lock away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvstrata.gpu_runtime import cuda_driver
+
+
+class ReusedEvent:
+    """Who waits for it, waits for the last `record`. Other than torch's, its short calls keep the
+    interpreter lock (see `cuda_driver`)."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, *, blocking: bool = False, timing: bool = False
+    ) -> None:
+        """Recorded on `stream` already."""
+        make: Any = torch.cuda.Event
+        self._torch = make(blocking=blocking, enable_timing=timing)
+        self._torch.record(stream)  # torch makes it now
+        self._handle = int(self._torch.cuda_event)
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        cuda_driver.record(self._handle, stream.cuda_stream)
+
+    def hold_back(self, stream: torch.cuda.Stream) -> None:
+        """What `stream` does next waits for the event."""
+        cuda_driver.wait(stream.cuda_stream, self._handle)
+
+    def has_passed(self) -> bool:
+        return cuda_driver.has_passed(self._handle)
+
+    def synchronize(self) -> None:
+        if not self.has_passed():
+            self._torch.synchronize()
+
+    def ms_until(self, later: ReusedEvent) -> float:
+        """Of two that have passed and were made with `timing`; a float of 32 bits."""
+        return float(self._torch.elapsed_time(later._torch))
