@@ -51,8 +51,11 @@ class BackupToL2(Move):
             self.core.staging.give_back(slots)
             self._done(0 if error else self.count, extents, error)
 
-        self.copies.d2h(self.source, slots, copied)
-        named = self.core.extents_of(Tier.L2, target)
+        def enqueued() -> None:
+            nonlocal named
+            named = self.core.extents_of(Tier.L2, target)
+
+        self.copies.d2h(self.source, slots, copied, enqueued=enqueued)
 
     def _refused(self, cause: str) -> None:
         self._done(0, (), cause)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 
@@ -61,8 +61,9 @@ class CpuStream(Stream):
         self.name = name
         self._timeline = timeline
         self._owner = device
-        self._queue: deque[_Work | CpuEvent | tuple[Event]] = deque()
-        self._wake = threading.Condition()
+        self._queue: SimpleQueue[_Work | CpuEvent | tuple[Event] | None] = SimpleQueue()
+        """None is the last."""
+        self._putting = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvstrata-{name}", daemon=True)
         self._thread.start()
@@ -84,20 +85,13 @@ class CpuStream(Stream):
             self._put((event,))
 
     def _put(self, item: _Work | CpuEvent | tuple[Event]) -> None:
-        with self._wake:
+        with self._putting:
             if self._closing:
                 raise ClosedError(f"stream {self.name!r} is closed")
-            self._queue.append(item)
-            self._wake.notify()
+            self._queue.put(item)
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue:
-                    if self._closing:
-                        return
-                    self._wake.wait()
-                item = self._queue.popleft()
+        while (item := self._queue.get()) is not None:
             try:
                 if isinstance(item, CpuEvent):
                     self._record_now(item)
@@ -125,9 +119,9 @@ class CpuStream(Stream):
         self._owner.await_unless_broken(event.wait)
 
     def close(self, deadline_s: float) -> bool:
-        with self._wake:
+        with self._putting:
             self._closing = True
-            self._wake.notify()
+            self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(max(0.0, deadline_s))
         return not self._thread.is_alive()

@@ -58,10 +58,12 @@ class CopyStream(Protocol):
     """They wait for every event that the stream waits for."""
 
 
-FIRST_BYTES, CALL_BYTES = 8 << 20, 32 << 20
+FIRST_BYTES, CALL_BYTES = 4 << 20, 32 << 20
 """Of a direct copy, so much goes with one call: the driver starts when it returns, so the first one
-is short where nothing moves yet; and other threads' calls wait for it, so none is long. So is the
-first chunk out of the device, which is gathered before it moves."""
+is short where nothing moves yet, and each of the next moves while twice as much is enqueued. None
+is long: other threads' calls wait for it."""
+FIRST_CHUNK_BYTES = 8 << 20
+"""Out of the device where nothing moves yet: a chunk is gathered before it moves."""
 RING = 16
 """Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
 16 KiB and more; else the enqueueing thread waits for the first of them."""
@@ -193,11 +195,12 @@ class CudaCopies:
         there, here = there.ravel(), here.ravel()
         nbytes = np.full(there.size, layout.piece_bytes)
         first, most = (max(1, n // layout.piece_bytes) for n in (FIRST_BYTES, CALL_BYTES))
-        stream, at, end = self._owner.cuda, 0, first if self._last_direct.has_passed() else most
+        count, at = first if self._last_direct.has_passed() else most, 0
         while at < len(nbytes):
-            self._enqueue(there[at:end], here[at:end], nbytes[at:end], stream)
-            at, end = end, end + most
-        self._last_direct.record(stream)
+            some = slice(at, at + count)
+            self._enqueue(there[some], here[some], nbytes[some], self._owner.cuda)
+            at, count = at + count, min(2 * count, most)
+        self._last_direct.record(self._owner.cuda)
 
     def _enqueue(
         self, device: Numbers, host: Numbers, nbytes: Numbers, stream: torch.cuda.Stream
@@ -238,7 +241,7 @@ class CudaCopies:
         most = min(self._chunk_bytes // nbytes, ORDER_PAGES)
         first = 0
         if self._out and self._steps[self._turn - 1].bussed.has_passed():
-            first = min(max(1, FIRST_BYTES // nbytes), most, count)
+            first = min(max(1, FIRST_CHUNK_BYTES // nbytes), most, count)
         rest = count - first
         turns = max(1, -(-rest // most))
         borders = range(first, count, max(1, -(-rest // turns)))

@@ -170,8 +170,11 @@ class Moves:
             core.settle_frees()
             move.end(Restored(action_id=move.action_id, n=n, extents=extents, cause=error))
 
-        self.copies.h2d(source, target, done)
-        named = core.extents_of(Tier.L1, target)
+        def enqueued() -> None:
+            nonlocal named
+            named = core.extents_of(Tier.L1, target)
+
+        self.copies.h2d(source, target, done, enqueued=enqueued)
 
     def _refuse(self, action_id: int, cause: str, message: str = "") -> None:
         event = ActionFailed(action_id=action_id, cause=cause, message=message)

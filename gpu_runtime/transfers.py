@@ -63,9 +63,10 @@ class CopyQueues:
         result: CopyResult,
         *,
         out: bool,
+        enqueued: Callable[[], None] | None = None,
     ) -> list[Event]:
         """Queue copies, group after group; returns the event behind each group. `result` gets the
-        first error."""
+        first error. `enqueued` is called on the stream's thread, behind the last."""
         move = self._device.copy_out if out else self._device.copy_in
         queued = [
             [
@@ -75,6 +76,9 @@ class CopyQueues:
             ]
             for group in groups
         ]
+        if enqueued is not None:
+            last = queued[-1][-1]
+            queued[-1][-1] = Slice(partial(_both, last.run, enqueued), last.nbytes)
         return (self._out if out else self._in).add(queued, priority)
 
     def flush(self) -> None:
@@ -93,10 +97,21 @@ class Copies:
     def __init__(self, core: RuntimeCore) -> None:
         self._core, self.queues = core, CopyQueues(core.device)
 
-    def d2h(self, source: PageSet, target: Slots, done: Callable[[str], None]) -> Copy:
+    def d2h(
+        self,
+        source: PageSet,
+        target: Slots,
+        done: Callable[[str], None],
+        *,
+        enqueued: Callable[[], None] | None = None,
+    ) -> Copy:
         """Gather device pages into host pages. `done("")` or `done(error)` follows under the lock,
-        from a device thread; the caller keeps both sides held until then."""
-        return self._copy(source, target, done, CopyPriority.WRITE_BACK, out=True)
+        from a device thread; the caller keeps both sides held until then. `enqueued()` comes before
+        that, without the lock, from the stream's thread: what it does takes no time from the copy,
+        which has begun, nor from control."""
+        return self._copy(
+            source, target, done, CopyPriority.WRITE_BACK, out=True, enqueued=enqueued
+        )
 
     def h2d(
         self,
@@ -104,9 +119,11 @@ class Copies:
         target: PageSet,
         done: Callable[[str], None],
         priority: CopyPriority = CopyPriority.PREFETCH,
+        *,
+        enqueued: Callable[[], None] | None = None,
     ) -> Copy:
         """Scatter host pages into device pages; otherwise as `d2h`."""
-        return self._copy(target, source, done, priority, out=False)
+        return self._copy(target, source, done, priority, out=False, enqueued=enqueued)
 
     def _copy(
         self,
@@ -116,13 +133,14 @@ class Copies:
         priority: CopyPriority,
         *,
         out: bool,
+        enqueued: Callable[[], None] | None,
     ) -> Copy:
         core, state = self._core, Copy()
         copies = [
             PageCopy(core.pools[name], pages, core.staging.array(name), host_pages[name])
             for name, pages in device_pages.items()
         ]
-        (state.event,) = self.queues.add([copies], priority, state, out=out)
+        (state.event,) = self.queues.add([copies], priority, state, out=out, enqueued=enqueued)
 
         def finish() -> None:
             with core.callback():
@@ -140,6 +158,11 @@ def _run(state: CopyResult, move: Callable[[], None]) -> None:
         move()
     except Exception as exc:  # noqa: BLE001 - a failed copy is a failed page, not a crash
         state.error = f"{type(exc).__name__}: {exc}"
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:

@@ -113,7 +113,7 @@ def test_every_byte_goes_where_it_should(
             (at + i * stride, at + min(i + border, slots) * stride) for i in range(0, slots, border)
         ]
         monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 2, 2048])))
-        for name in ("FIRST_BYTES", "CALL_BYTES"):
+        for name in ("FIRST_BYTES", "CALL_BYTES", "FIRST_CHUNK_BYTES"):
             monkeypatch.setattr(cuda_copies, name, int(rng.choice([1, 100_000, 8 << 20])))
         out, chunk = bool(rng.integers(2)), memory.page_bytes * int(rng.integers(1, 9))
         copies = made(out=out, chunk_bytes=chunk + int(rng.integers(0, 5)))
@@ -170,14 +170,14 @@ def test_who_waits_for_whom(
 def test_calls_of_a_direct_copy(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
-    """The first is short where nothing moves; none is long."""
+    """The first is short where nothing moves, the next twice as long; none is long."""
     memory, _ = pool(np.random.default_rng(1), 2, 8, 65536)
-    for name, pieces in (("FIRST_BYTES", 3), ("CALL_BYTES", 5)):
+    for name, pieces in (("FIRST_BYTES", 2), ("CALL_BYTES", 5)):
         monkeypatch.setattr(cuda_copies, name, pieces * 65536)
     monkeypatch.setattr(Event, "passed", idle)
     copies, host = made(out=True), np.zeros((8, memory.page_bytes), np.uint8)
     copies.copy(PageCopy(memory, np.arange(8), host, np.arange(8)))
-    want = [3, 5, 5, 3] if idle else [5, 5, 5, 1]
+    want = [2, 4, 5, 5] if idle else [5, 5, 5, 1]
     assert driver.calls == [n * 65536 for n in want]
 
 
@@ -188,7 +188,7 @@ def test_chunks_of_a_copy_are_about_as_large(
 ) -> None:
     """But the first is short where the bus waits for it to be gathered."""
     memory, _ = pool(np.random.default_rng(1), 2, 9, 64)
-    monkeypatch.setattr(cuda_copies, "FIRST_BYTES", memory.page_bytes)
+    monkeypatch.setattr(cuda_copies, "FIRST_CHUNK_BYTES", memory.page_bytes)
     monkeypatch.setattr(Event, "passed", idle)
     copies = made(out=out, chunk_bytes=4 * memory.page_bytes)
     host = np.zeros((9, memory.page_bytes), np.uint8)

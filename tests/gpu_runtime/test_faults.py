@@ -247,7 +247,7 @@ def test_nothing_is_started_while_it_closes(monkeypatch: pytest.MonkeyPatch) -> 
 
     def close(deadline_s: float) -> bool:
         assert isinstance(stream, CpuStream)
-        with stream._wake:
+        with stream._putting:
             stream._closing = True
         gate.open()
         return bool(whole(deadline_s))

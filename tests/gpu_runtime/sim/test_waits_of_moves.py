@@ -19,7 +19,7 @@ NOT_HELD = (
 )
 LEND = "        self.core.staging.end_lend(self.lender, chunk.count)\n"
 D2H = "    self.copies.d2h(part, slots, copied)"
-D2H_TO_L2 = "    self.copies.d2h(self.source, slots, copied)"
+D2H_TO_L2 = "    self.copies.d2h(self.source, slots, copied, enqueued=enqueued)"
 H2D = "self.copies.h2d(source, target, lambda e: copied(0 if e else n, e or cause))"
 
 # What is planted → where it is looked for, and the edits: owner, function, what becomes what.
@@ -253,8 +253,8 @@ WAITS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
             (
                 Moves,
                 "_restore",
-                "    self.copies.h2d(source, target, done)",
-                "    self.copies.h2d(source, target, lambda e: None)\n    done('')",
+                "    self.copies.h2d(source, target, done, enqueued=enqueued)",
+                "    enqueued()\n    self.copies.h2d(source, target, lambda e: None)\n    done('')",
             ),
         ),
     ),
