@@ -19,7 +19,7 @@ from kvstrata.tools.bench.transfer_methods import (
     medians,
     methods_of,
 )
-from kvstrata.tools.bench.transfer_wall import DecodeLoop, Wall, loop_beside
+from kvstrata.tools.bench.transfer_wall import Wall, loop_beside
 
 GATE_CYCLES = 60_000_000
 LAYER_GROUPS = 16
@@ -27,7 +27,10 @@ BURST_PAGES = 64
 LOOP_S = 0.3
 WALL_TURNS = 5
 """Measurements through the runtime for each of the others: they are short, and spread more."""
-DECODE, DECODE_LARGE = "decode-like", "decode-like, large products"
+COMPUTE, DECODE, DECODE_LARGE = "compute-bound", "decode-like", "decode-like, large products"
+COMPUTE_TURNS = 3
+"""So many measurements beside such work for each of the others: its clocks wander by a percent,
+and what is looked for is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a sustained transfer costs work beside it, GPU times, medians of pairs."""
+    """What a sustained transfer costs work beside it, GPU times, medians."""
 
     geometry: str
     method: str
@@ -59,7 +62,7 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Loop:
     """A decode loop that is launched from Python, beside transfers of another thread. On the GPU
-    alone those would cost it `gpu_percent`, by the `Cost` of such products."""
+    alone those would cost it `gpu_percent`, by the `Cost` of its own graph, at this rate."""
 
     loop: str
     transfers: str
@@ -127,7 +130,7 @@ def run(
         methods = dict(methods_of(case, lmcache, peers=True))
         _rates(report, case, methods, repeats)
         note(f"{geometry.label}: beside a model")
-        works = {"compute-bound": model.compute_bound, DECODE: model.decode_like}
+        works = {COMPUTE: model.compute_bound, DECODE: model.decode_like}
         if geometry is not geometries[0]:
             methods = {name: methods[name] for name in ("contiguous", "kvstrata")}
         else:
@@ -137,11 +140,9 @@ def run(
         save(report)
         del case, methods
         torch.cuda.empty_cache()
-    del model
-    torch.cuda.empty_cache()
     for geometry in geometries:
         note(f"{geometry.label}: through RuntimeInterface")
-        _wall(report, geometry, nbytes, repeats, seed)
+        _wall(report, model, geometry, nbytes, repeats, seed)
         if geometry is geometries[0]:
             _burst(report, geometry, repeats, seed)
         save(report)
@@ -208,13 +209,12 @@ def _costs(
 ) -> None:
     for out in (True, False):
         for work, run_work in works.items():
-            pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
-            for _ in range(repeats):
-                for method, move in methods.items():
-                    pair = measure(model, run_work, case, move, out)
-                    factor = pair.beside_ms / pair.alone_ms
-                    pairs[method].append((factor, pair.extra_ms_per_gib))
-            for method, measured in pairs.items():
+            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
+            for _ in range(repeats * (COMPUTE_TURNS if work == COMPUTE else 1)):
+                for method, beside in measure(model, run_work, case, methods, out).items():
+                    factor = beside.beside_ms / beside.alone_ms
+                    turns[method].append((factor, beside.extra_ms_per_gib))
+            for method, measured in turns.items():
                 factor, extra = medians(measured)
                 way = "D2H" if out else "H2D"
                 cost = Cost(case.geometry.label, method, way, work, factor, extra)
@@ -224,7 +224,14 @@ def _costs(
 # ── wall time ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _wall(report: TransferReport, geometry: Geometry, nbytes: int, repeats: int, seed: int) -> None:
+def _wall(
+    report: TransferReport,
+    model: Model,
+    geometry: Geometry,
+    nbytes: int,
+    repeats: int,
+    seed: int,
+) -> None:
     wall = Wall(geometry, nbytes, seed, huge_pages=report.huge_pages)
     try:
         first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
@@ -235,7 +242,7 @@ def _wall(report: TransferReport, geometry: Geometry, nbytes: int, repeats: int,
         }
         _wall_rates(report, wall, geometry.label, moves, repeats)
         if not report.loops:
-            _loops(report, geometry.label, moves, wall.nbytes, repeats)
+            _loops(report, model, geometry.label, moves, wall.nbytes, repeats)
     finally:
         wall.close()
 
@@ -279,12 +286,13 @@ def _wall_rates(
 
 def _loops(
     report: TransferReport,
+    model: Model,
     label: str,
     moves: dict[str, Callable[[], float]],
     nbytes: int,
     repeats: int,
 ) -> None:
-    small, large = DecodeLoop(8192), DecodeLoop(28672)
+    small, large = model.small, model.large
     loops = {
         "80 launches a step, which take longer than the GPU": (small.launched, DECODE),
         "80 launches a step, GPU-bound": (large.launched, DECODE_LARGE),

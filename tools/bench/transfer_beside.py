@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,70 +12,79 @@ import torch
 
 from kvstrata.tools.bench.transfer_methods import Case, Method
 
-LARGE = "large"
 GATE_CYCLES = 100_000_000
 """About 50 ms in which the model's work is enqueued."""
 
 
+class DecodeLoop:
+    """Steps of 40 products that read weights of 8192 x `width`, for eight rows, a norm behind each:
+    each kernel launched from Python, or one graph a step."""
+
+    def __init__(self, width: int) -> None:
+        shapes = [(8192, width), (width, 8192)] * 20
+        self.weights = [
+            torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / 90 for shape in shapes
+        ]
+        self.state = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
+        self.stream = torch.cuda.Stream()
+        self.graph = torch.cuda.CUDAGraph()
+        self.launched(2)
+        with torch.inference_mode(), torch.cuda.graph(self.graph, stream=self.stream):
+            self._step()
+
+    def launched(self, count: int) -> float:
+        """Seconds a step, 80 launches each."""
+        return self._timed(count, self._step)
+
+    def replayed(self, count: int) -> float:
+        """Seconds a step, one replay each."""
+        return self._timed(count, self.graph.replay)
+
+    def _step(self) -> None:
+        x = self.state
+        for weight in self.weights:
+            x = x @ weight
+            x = torch.nn.functional.rms_norm(x, x.shape[-1:])
+
+    def _timed(self, count: int, step: Callable[[], None]) -> float:
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            self.stream.synchronize()
+            started = time.perf_counter()
+            for _ in range(count):
+                step()
+            self.stream.synchronize()
+            return (time.perf_counter() - started) / count
+
+
 class Model:
-    """Work for the compute stream, enqueued beforehand, so that only the GPU's time counts."""
+    """Work of 0.2 s for the compute stream."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self.left, self.right = (
-            torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16),
-            torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16),
+        self.small, self.large = DecodeLoop(8192), DecodeLoop(28672)
+        self._left, self._right, self._product = (
+            torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3)
         )
-        self.product = torch.empty(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        self.weights = torch.randn(40, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-        self.vectors, self.result = (
-            torch.randn(8192, 8, device="cuda", dtype=torch.bfloat16),
-            torch.empty(8192, 8, device="cuda", dtype=torch.bfloat16),
-        )
-        self.large = self.weights.view(-1)[: 11 * 8192 * 28672].view(11, 8192, 28672)
-        self.rows, self.large_result = (
-            torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16),
-            torch.empty(8, 28672, device="cuda", dtype=torch.bfloat16),
-        )
-        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        with torch.cuda.stream(self.stream):
-            self.multiply()
-            for name, step in (("", self.decode_step), (LARGE, self.large_step)):
-                step()
-                torch.cuda.synchronize()
-                self.graphs[name] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[name], stream=self.stream):
-                    step()
-
-    def multiply(self) -> None:
-        torch.mm(self.left, self.right, out=self.product)
-
-    def decode_step(self) -> None:
-        """Reads 5.4 GB of weights for eight rows, 134 MB with each product."""
-        for weight in self.weights:
-            torch.mm(weight, self.vectors, out=self.result)
-
-    def large_step(self) -> None:
-        """The same bytes, in products that take 3.5 times as long each."""
-        for weight in self.large:
-            torch.mm(self.rows, weight, out=self.large_result)
+        self.compute_bound()
 
     def compute_bound(self) -> None:
         for _ in range(120):
-            self.multiply()
+            torch.mm(self._left, self._right, out=self._product)
 
     def decode_like(self) -> None:
+        """Reads 5.4 GB of weights a step, 134 MB with each product."""
         for _ in range(110):
-            self.graphs[""].replay()
+            self.small.graph.replay()
 
     def decode_like_large(self) -> None:
-        for _ in range(110):
-            self.graphs[LARGE].replay()
+        """3.5 times as much with each product."""
+        for _ in range(34):
+            self.large.graph.replay()
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """One pair: the work alone, and beside a sustained transfer."""
+    """The work beside a sustained transfer, and alone: the mean of before and after."""
 
     alone_ms: float
     beside_ms: float
@@ -85,10 +95,18 @@ class Beside:
         return (self.beside_ms - self.alone_ms) / self.gib_moved
 
 
-def measure(model: Model, work: Callable[[], None], case: Case, move: Method, out: bool) -> Beside:
-    alone_ms, _ = _once(model, work, _Mover(case, None, out))
-    beside_ms, moved = _once(model, work, _Mover(case, move, out))
-    return Beside(alone_ms, beside_ms, moved * case.nbytes / (1 << 30))
+def measure(
+    model: Model, work: Callable[[], None], case: Case, methods: dict[str, Method], out: bool
+) -> dict[str, Beside]:
+    """Each method in turn, the work alone before and after it: clocks drift."""
+    found = {}
+    before_ms, _ = _once(model, work, _Mover(case, None, out))
+    for name, move in methods.items():
+        beside_ms, moved = _once(model, work, _Mover(case, move, out))
+        after_ms, _ = _once(model, work, _Mover(case, None, out))
+        alone_ms, before_ms = (before_ms + after_ms) / 2, after_ms
+        found[name] = Beside(alone_ms, beside_ms, moved * case.nbytes / (1 << 30))
+    return found
 
 
 class _Mover:
@@ -139,7 +157,7 @@ class _Mover:
 
 
 def _once(model: Model, work: Callable[[], None], mover: _Mover) -> tuple[float, float]:
-    """Milliseconds of the work, all of it enqueued before it starts, and copies beside it."""
+    """GPU milliseconds of the work, all of it enqueued before it starts, and copies beside it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     with mover:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvstrata.boundary import (
     BackedUp,
@@ -166,47 +165,7 @@ class Wall:
         return found
 
 
-# ── a model that is launched from Python ─────────────────────────────────────────────────────────
-
-
-class DecodeLoop:
-    """Steps of 40 products that read weights of 8192 x `width`, a norm behind each: each kernel
-    launched from Python, or one graph a step."""
-
-    def __init__(self, width: int) -> None:
-        shapes = [(8192, width), (width, 8192)] * 20
-        self.weights = [
-            torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / 90 for shape in shapes
-        ]
-        self.state = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
-        self.stream = torch.cuda.Stream()
-        self.graph = torch.cuda.CUDAGraph()
-        self.launched(2)
-        with torch.inference_mode(), torch.cuda.graph(self.graph, stream=self.stream):
-            self._step()
-
-    def _step(self) -> None:
-        x = self.state
-        for weight in self.weights:
-            x = x @ weight
-            x = torch.nn.functional.rms_norm(x, x.shape[-1:])
-
-    def launched(self, count: int) -> float:
-        """Seconds a step, 80 launches each."""
-        return self._timed(count, self._step)
-
-    def replayed(self, count: int) -> float:
-        """Seconds a step, one replay each."""
-        return self._timed(count, self.graph.replay)
-
-    def _timed(self, count: int, step: Callable[[], None]) -> float:
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            self.stream.synchronize()
-            started = time.perf_counter()
-            for _ in range(count):
-                step()
-            self.stream.synchronize()
-            return (time.perf_counter() - started) / count
+# ── beside a loop of Python ──────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
