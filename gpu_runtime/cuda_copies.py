@@ -43,6 +43,8 @@ HAS_TRITON = find_spec("triton") is not None
 """Without it torch gathers, with more launches and one more pass over the data."""
 if HAS_TRITON:
     from kvstrata.gpu_runtime.gather import HEADER, fetch_order, move_pieces
+else:
+    HEADER = 0
 
 DIRECT_BYTES = 128 << 10
 CHUNK_BYTES = 64 << 20
@@ -138,7 +140,13 @@ class CudaCopies:
         was enqueued all the same."""
         torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
         try:
-            (self._direct if self._is_direct(copy.memory) else self._through_chunks)(copy)
+            self.prepare(copy.memory)
+            if self._is_direct(copy.memory):
+                self._direct(copy)
+            elif copy.is_staged_on_device:
+                self._on_device(copy)
+            else:
+                self._through_chunks(copy)
         except BaseException:
             self._close_ranks()
             raise
@@ -152,9 +160,9 @@ class CudaCopies:
         ReusedEvent(self._follower).hold_back(self._owner.cuda)
 
     def prepare(self, memory: DevicePages) -> None:
-        """Compile and capture what copies of `memory` need. Raises ConfigError for pages that are
-        larger than a chunk."""
-        if self._is_direct(memory):
+        """Compile and capture what copies of `memory` need. Idempotent. Raises ConfigError for
+        pages that are larger than a chunk."""
+        if self._is_direct(memory) or self._number_of(memory) is not None:
             return
         if memory.page_bytes > self._chunk_bytes:
             raise ConfigError(
@@ -191,7 +199,7 @@ class CudaCopies:
         layout = copy.memory.layout
         there = layout.starts[copy.part] + copy.pages[:, None] * layout.page_stride
         offsets = np.asarray(copy.pieces) * layout.piece_bytes
-        here = copy.host.ctypes.data + copy.slots[:, None] * copy.host_step + offsets
+        here = copy.host_address + copy.slots[:, None] * copy.host_step + offsets
         there, here = there.ravel(), here.ravel()
         nbytes = np.full(there.size, layout.piece_bytes)
         first, most = (max(1, n // layout.piece_bytes) for n in (FIRST_BYTES, CALL_BYTES))
@@ -211,20 +219,17 @@ class CudaCopies:
     # ── through chunks ───────────────────────────────────────────────────────────────────────────
 
     def _through_chunks(self, copy: PageCopy) -> None:
-        number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
         borders = self._borders(len(copy.pages), nbytes)
         places, here, lengths = self._host_runs(copy, nbytes, borders)
         for at, end in pairwise(borders):
-            step = self._steps[self._turn]
             before = self._steps[self._turn - 2]  # the last one with this chunk
-            self._turn = (self._turn + 1) % self._ring
+            step = self._next_step()
             first, last = np.searchsorted(places, (at, end))
             there = step.address + (places[first:last] - at) * nbytes
-            step.moved.synchronize()  # long ago, as a rule: then its order may be written again
             if self._out:
                 before.bussed.hold_back(self._kernels)
-                self._move(number, copy, slice(at, end), step)
+                self._move(copy, slice(at, end), step, (step.address, nbytes))
                 step.moved.hold_back(self._bus)
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
@@ -233,7 +238,13 @@ class CudaCopies:
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
                 step.bussed.hold_back(self._kernels)
-                self._move(number, copy, slice(at, end), step)
+                self._move(copy, slice(at, end), step, (step.address, nbytes))
+
+    def _next_step(self) -> _Step:
+        step = self._steps[self._turn]
+        self._turn = (self._turn + 1) % self._ring
+        step.moved.synchronize()  # long ago, as a rule: then its order may be written again
+        return step
 
     def _borders(self, count: int, nbytes: int) -> list[int]:
         """Where the chunks of `count` pages of `nbytes` begin, and the end. All are about as large,
@@ -257,14 +268,19 @@ class CudaCopies:
         first, count = host_runs(
             copy.slots, copy.memory.host_chunk_pages, joined=whole, borders=borders
         )
-        offset = copy.host.ctypes.data + copy.pieces.start * copy.memory.layout.piece_bytes
+        offset = copy.host_address + copy.pieces.start * copy.memory.layout.piece_bytes
         return first, offset + copy.slots[first] * copy.host_step, count * nbytes
 
-    def _move(self, number: int, copy: PageCopy, some: slice, step: _Step) -> None:
-        """Gather into the chunk, or scatter from it, on the stream of the kernels."""
-        pages, pieces = copy.pages[some], copy.pieces
+    def _move(self, copy: PageCopy, some: slice, step: _Step, chunk: tuple[int, int]) -> None:
+        """Gather into a chunk, or scatter from it, on the stream of the kernels. `chunk`: address,
+        and bytes from a page to the next."""
+        pages, pieces, layout = copy.pages[some], copy.pieces, copy.memory.layout
         if HAS_TRITON:
-            step.numbers[:3] = len(pages), pieces.start, len(pieces)
+            (address, page_bytes), number = chunk, self._number_of(copy.memory)
+            assert number is not None, "`copy` prepares it"
+            words = page_bytes // layout.word_bytes
+            at = (address - step.address) // layout.word_bytes
+            step.numbers[:5] = len(pages), pieces.start, len(pieces), words, at
             step.numbers[HEADER : HEADER + len(pages)] = pages
             cuda_driver.launch(step.graphs[number], self._kernels.cuda_stream)
         else:
@@ -282,20 +298,37 @@ class CudaCopies:
         else:
             memory.put(index, words, part)
 
+    # ── chunks of others, on the device ──────────────────────────────────────────────────────────
+
+    def _on_device(self, copy: PageCopy) -> None:
+        """By the kernels alone; each moves a run of neighbours in the chunk."""
+        if not HAS_TRITON:
+            with torch.cuda.stream(self._kernels):
+                (copy.memory.gather if self._out else copy.memory.scatter)(copy)
+        else:
+            borders = range(0, len(copy.slots), ORDER_PAGES)
+            runs = host_runs(copy.slots, len(copy.host), joined=True, borders=borders)
+            for first, count in zip(*(numbers.tolist() for numbers in runs), strict=True):
+                address = copy.host_address + int(copy.slots[first]) * copy.host_step
+                address += copy.pieces.start * copy.memory.layout.piece_bytes
+                step, some = self._next_step(), slice(first, first + count)
+                self._move(copy, some, step, (address, copy.host_step))
+                step.bussed.record(self._bus)  # who uses the chunk of this step next looks at it
+        if self._out:
+            ReusedEvent(self._kernels).hold_back(self._owner.cuda)
+
     # ── what is made once ────────────────────────────────────────────────────────────────────────
 
-    def _number_of(self, memory: DevicePages) -> int:
-        for number, (known, _) in enumerate(self._known):
-            if known is memory:
-                return number
-        self.prepare(memory)
-        return len(self._known) - 1
+    def _number_of(self, memory: DevicePages) -> int | None:
+        """None before `prepare`."""
+        numbers = (n for n, (known, _) in enumerate(self._known) if known is memory)
+        return next(numbers, None)
 
     def _new_steps(self) -> list[_Step]:
         chunks = [
             torch.empty(self._chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         ]
-        numbers = 4 + ORDER_PAGES
+        numbers = HEADER + ORDER_PAGES
         return [
             _Step(
                 chunks[i % 2],

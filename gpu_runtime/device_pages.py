@@ -86,14 +86,16 @@ class DevicePages:
             view[pages] = source[:, piece]
 
     def gather(self, copy: PageCopy) -> None:
-        """Device pages into host pages, on a device that is the host."""
+        """Device pages into the pages of `copy.host`, which are on this device."""
         words = self._host_words(copy.host)[:, copy.part]
-        words[host_index(copy.slots)] = self.take(torch.from_numpy(copy.pages), copy.part)
+        index = torch.from_numpy(copy.pages).to(self.device)
+        words[host_index(copy.slots)] = self.take(index, copy.part)
 
     def scatter(self, copy: PageCopy) -> None:
-        """Host pages into device pages: the mirror image of `gather`."""
+        """The mirror image of `gather`."""
         words = self._host_words(copy.host)[:, copy.part]
-        self.put(torch.from_numpy(copy.pages), words[host_index(copy.slots)], copy.part)
+        index = torch.from_numpy(copy.pages).to(self.device)
+        self.put(index, words[host_index(copy.slots)], copy.part)
 
     def words_of(self, chunk: torch.Tensor, count: int, pieces: int) -> torch.Tensor:
         """The first bytes of uint8 memory, as words [count, pieces, words a piece]."""
@@ -104,9 +106,10 @@ class DevicePages:
         layout = self.layout
         return count, layout.pieces, layout.piece_bytes // layout.word_bytes
 
-    def _host_words(self, host: npt.NDArray[np.uint8]) -> torch.Tensor:
+    def _host_words(self, host: npt.NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
         """Host pages as words [pages, pieces, words a piece], without the padding."""
-        raw = torch.from_numpy(host)[:, : self.page_bytes]
+        whole = host if isinstance(host, torch.Tensor) else torch.from_numpy(host)
+        raw = whole[:, : self.page_bytes]
         return raw.view(self._word).view(self._shape(len(host)))
 
 
@@ -114,11 +117,14 @@ class DevicePages:
 class PageCopy:
     """What one copy moves, in either direction: device `pages` (int64 [n]) of `memory` and host
     pages `slots` (int64 [n]) of `host`, uint8 [host pages, stride]; of each page the pieces in
-    `part`, which have their place in a host page. Both sides stay until the copy has ended."""
+    `part`, which have their place in a host page. Both sides stay until the copy has ended.
+
+    A tensor as `host` is staging on the device itself, with pages as those of the host: a chunk
+    that storage reads and writes directly (GPUDirect)."""
 
     memory: DevicePages
     pages: npt.NDArray[np.int64]
-    host: npt.NDArray[np.uint8]
+    host: npt.NDArray[np.uint8] | torch.Tensor
     slots: npt.NDArray[np.int64]
     part: slice = field(default_factory=lambda: WHOLE)
 
@@ -129,6 +135,16 @@ class PageCopy:
     @property
     def nbytes(self) -> int:
         return len(self.pages) * len(self.pieces) * self.memory.layout.piece_bytes
+
+    @property
+    def is_staged_on_device(self) -> bool:
+        return isinstance(self.host, torch.Tensor)
+
+    @property
+    def host_address(self) -> int:
+        """Of the first host page."""
+        host = self.host
+        return host.data_ptr() if isinstance(host, torch.Tensor) else int(host.ctypes.data)
 
     @property
     def host_step(self) -> int:

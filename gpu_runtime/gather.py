@@ -1,4 +1,4 @@
-"""Gather and scatter on the device, by Triton: pieces of pages to or from a contiguous chunk.
+"""Gather and scatter on the device, by Triton: pieces of pages to or from a chunk of whole pages.
 
 Any component and dtype, as bytes, with wide loads. One program a multiprocessor is best: each loses
 a few microseconds, where a few programs keep theirs for a tenth of a millisecond, and a kernel of
@@ -15,18 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-HEADER = 4
-"""Numbers before the page numbers of an order: pages, first piece, pieces, and one that is not
-used, for alignment."""
+HEADER = 8
+"""Numbers before the page numbers of an order: pages, first piece, pieces, words from a page of the
+chunk to the next, words from the chunk's address to the first page; the rest is not used."""
 _BLOCK = 4096
 _NUMBERS = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _fetch(order, here, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 # pragma: no cover
+def _fetch(order, here, FIRST: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 # pragma: no cover
     """An order from pinned host memory to the device. A kernel does it: a copy engine would put it
     behind the large copies that it is for."""
-    n = tl.load(order) + 4
+    n = tl.load(order) + FIRST
     for at in range(0, n, NUMBERS):
         offsets = at + tl.arange(0, NUMBERS)
         tl.store(here + offsets, tl.load(order + offsets, offsets < n), offsets < n)
@@ -41,24 +41,27 @@ def _move(  # type: ignore[no-untyped-def] # noqa: PLR0917 # pragma: no cover - 
     page_stride,
     piece_words,
     tiles,
-    OUT: tl.constexpr,  # noqa: N803 - a constant of the kernel
+    FIRST: tl.constexpr,  # noqa: N803 - a constant of the kernel
+    OUT: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     ALIGNED: tl.constexpr,  # noqa: N803
 ):
-    """Words of piece j of the i-th page: `starts[j] + page * page_stride` in the pool,
-    `(i * pieces + j - first) * piece_words` in the chunk. A tile is a part of one piece."""
+    """Words of piece j of the i-th page: `starts[j] + page * page_stride` in the pool, in the chunk
+    `at + i * page_words + (j - first) * piece_words`. A tile is a part of one piece."""
     first = tl.load(order + 1)
     pieces = tl.load(order + 2)
+    page_words = tl.multiple_of(tl.load(order + 3), ALIGNED)
+    at = tl.multiple_of(tl.load(order + 4), ALIGNED)
     n_tiles = tl.load(order) * pieces * tiles
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         number = tile // tiles
         i = number // pieces
         start = tl.multiple_of(tl.load(starts + first + number % pieces), ALIGNED)
-        page = tl.load(order + 4 + i)
+        page = tl.load(order + FIRST + i)
         offsets = (tile % tiles) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < piece_words
         in_pool = pool + start + page * page_stride + offsets
-        in_chunk = chunk + number * piece_words + offsets
+        in_chunk = chunk + at + i * page_words + (number % pieces) * piece_words + offsets
         if OUT:
             tl.store(in_chunk, tl.load(in_pool, mask), mask)
         else:
@@ -77,13 +80,14 @@ def move_pieces(
     aligned: bool,
     grid: int,
 ) -> None:
-    """Enqueue on the current stream: pages of a pool to `chunk`, or from it.
+    """Enqueue on the current stream: pages of a pool to a chunk, or from it.
 
-    `order` (int64, on the device) is HEADER numbers and the page numbers. Piece j of page 0 starts
+    `order` (int64, on the device) is HEADER numbers and the page numbers; they say where the chunk
+    is, counted from the address of `chunk`. Piece j of page 0 starts
     `starts[j]` words (int64, on the device; may be negative) behind the address of `pool`, that of
     page p `page_stride` bytes times p later. Words are those of `pool` and `chunk`, int64 or uint8;
     all sizes are multiples of them. Nothing is kept alive: the caller holds all until it has run.
-    `aligned`: all starts and sizes are multiples of 16 bytes. `grid`: programs.
+    `aligned`: all starts, sizes and places are multiples of 16 bytes. `grid`: programs.
     """
     word = chunk.element_size()
     words = piece_bytes // word
@@ -97,6 +101,7 @@ def move_pieces(
         page_stride // word,
         words,
         triton.cdiv(words, block),
+        FIRST=HEADER,
         OUT=out,
         BLOCK=block,
         ALIGNED=16 // word if aligned else 1,
@@ -107,4 +112,4 @@ def move_pieces(
 def fetch_order(pinned: torch.Tensor, order: torch.Tensor) -> None:
     """Enqueue on the current stream: the order in `pinned` host memory to the device."""
     kernel: Any = _fetch
-    kernel[(1,)](pinned, order, NUMBERS=_NUMBERS)
+    kernel[(1,)](pinned, order, FIRST=HEADER, NUMBERS=_NUMBERS)

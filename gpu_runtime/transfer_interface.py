@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvstrata.errors import ConfigError, InputError, Where
 from kvstrata.gpu_runtime.base import LOOK_S, START_FAILED_CLOSE_S, STRANDED, Device, Event
@@ -24,6 +25,13 @@ from kvstrata.staging import Pages
 
 PageNumbers = Mapping[str, Pages]
 """int64 [n] by pool, the same n in each: device pages, or host pages."""
+Chunks = Mapping[str, torch.Tensor]
+"""By pool: staging on the device, contiguous uint8 [pages, stride], address and stride multiples of
+16. Storage that reaches the device itself (GPUDirect) reads into it and writes from it."""
+
+
+CHUNK_ALIGNMENT = 16
+"""Bytes that a kernel loads at once."""
 
 
 class Transfer:
@@ -94,14 +102,25 @@ class TransferInterface(Protocol):
         the kernels that wrote the pages (or read them)."""
         ...
 
-    def copy_out(self, pages: PageNumbers, slots: PageNumbers) -> Transfer:
-        """Device pages into host pages. Raises InputError for pages that are not there, and for a
-        host page that is named twice."""
+    def copy_out(
+        self, pages: PageNumbers, slots: PageNumbers, *, chunks: Chunks | None = None
+    ) -> Transfer:
+        """Device pages into host pages, or into those of `chunks`, which stay until it is done and
+        need no `pin`. Raises InputError for pages that are not there, and for a host page that is
+        named twice."""
         ...
 
-    def copy_in(self, pages: PageNumbers, slots: PageNumbers, *, groups: int = 1) -> Transfer:
-        """Host pages into device pages; with `groups` the layers come in so many groups, the first
-        layers first, so that a model may begin before the last are there. InputError as above."""
+    def copy_in(
+        self,
+        pages: PageNumbers,
+        slots: PageNumbers,
+        *,
+        groups: int = 1,
+        chunks: Chunks | None = None,
+    ) -> Transfer:
+        """Host pages, or those of `chunks`, into device pages; with `groups` the layers come in so
+        many groups, the first layers first, so that a model may begin before the last are there.
+        InputError as above."""
         ...
 
     def close(self, deadline_s: float) -> bool:
@@ -140,11 +159,20 @@ class AdoptedPools:
         self._device.d2h.wait_event(event)
         self._device.h2d.wait_event(event)
 
-    def copy_out(self, pages: PageNumbers, slots: PageNumbers) -> Transfer:
-        return self._copy(pages, slots, CopyPriority.WRITE_BACK, 1, out=True)
+    def copy_out(
+        self, pages: PageNumbers, slots: PageNumbers, *, chunks: Chunks | None = None
+    ) -> Transfer:
+        return self._copy(pages, slots, CopyPriority.WRITE_BACK, 1, chunks, out=True)
 
-    def copy_in(self, pages: PageNumbers, slots: PageNumbers, *, groups: int = 1) -> Transfer:
-        return self._copy(pages, slots, CopyPriority.RESTORE, groups, out=False)
+    def copy_in(
+        self,
+        pages: PageNumbers,
+        slots: PageNumbers,
+        *,
+        groups: int = 1,
+        chunks: Chunks | None = None,
+    ) -> Transfer:
+        return self._copy(pages, slots, CopyPriority.RESTORE, groups, chunks, out=False)
 
     def close(self, deadline_s: float) -> bool:
         self._queues.flush()
@@ -159,17 +187,21 @@ class AdoptedPools:
         slots: PageNumbers,
         priority: CopyPriority,
         groups: int,
+        chunks: Chunks | None,
         *,
         out: bool,
     ) -> Transfer:
         self._device.check_fault()
-        numbers = {name: self._numbers(name, pages, slots, groups, out=out) for name in self._pools}
+        host = self._host if chunks is None else self._checked_chunks(chunks)
+        numbers = {
+            name: self._numbers(name, pages, slots, host, groups, out=out) for name in self._pools
+        }
         copies = [
             [
                 PageCopy(
                     memory,
                     numbers[name][0],
-                    self._host[name],
+                    host[name],
                     numbers[name][1],
                     _part(memory.layout.pieces, group, groups),
                 )
@@ -218,19 +250,40 @@ class AdoptedPools:
                 where=Where(key=pool),
             )
 
+    def _checked_chunks(self, chunks: Chunks) -> Chunks:
+        for name, memory in self._pools.items():
+            chunk = chunks.get(name)
+            if chunk is None or not _can_stage(chunk, memory):
+                found = "none" if chunk is None else f"{chunk.dtype} {tuple(chunk.shape)}"
+                raise InputError(
+                    f"a chunk of {name!r} must be contiguous uint8 [pages, stride] on "
+                    f"{memory.device}, stride at least {memory.page_bytes}, address and stride "
+                    f"multiples of {CHUNK_ALIGNMENT}, not {found}",
+                    remedy="allocate one for every pool, with the stride rounded up to 4096",
+                    where=Where(key=name),
+                )
+        return chunks
+
     def _numbers(
-        self, name: str, pages: PageNumbers, slots: PageNumbers, groups: int, *, out: bool
+        self,
+        name: str,
+        pages: PageNumbers,
+        slots: PageNumbers,
+        hosts: Mapping[str, npt.NDArray[np.uint8]] | Chunks,
+        groups: int,
+        *,
+        out: bool,
     ) -> tuple[Pages, Pages]:
         """Copies of the numbers of one pool, int64: the engine may write into its own at once."""
         memory = self._pools[name]
-        if name not in pages or name not in slots or name not in self._host:
+        if name not in pages or name not in slots or name not in hosts:
             raise InputError(
                 f"no pages, host pages or pinned memory of pool {name!r}",
                 remedy="pin each pool once, and name pages of every pool in each copy",
                 where=Where(key=name),
             )
         device = _checked(f"page numbers of {name!r}", pages[name], memory.layout.pages, not out)
-        host = _checked(f"slot numbers of {name!r}", slots[name], len(self._host[name]), out)
+        host = _checked(f"slot numbers of {name!r}", slots[name], len(hosts[name]), out)
         if len(device) != len(host) or not 1 <= groups <= memory.layout.pieces:
             raise InputError(
                 f"{len(device)} pages, {len(host)} host pages, {groups} groups of "
@@ -258,6 +311,17 @@ def _checked(what: str, given: Pages, limit: int, are_written: bool) -> Pages:
             where=Where(key="pages"),
         )
     return np.array(numbers, np.int64)
+
+
+def _can_stage(chunk: torch.Tensor, memory: DevicePages) -> bool:
+    shaped = (chunk.dtype, chunk.dim(), chunk.device) == (torch.uint8, 2, memory.device)
+    return (
+        shaped
+        and chunk.is_contiguous()
+        and chunk.shape[1] >= memory.page_bytes
+        and chunk.shape[1] % CHUNK_ALIGNMENT == 0
+        and chunk.data_ptr() % CHUNK_ALIGNMENT == 0
+    )
 
 
 def _part(pieces: int, group: int, groups: int) -> slice:

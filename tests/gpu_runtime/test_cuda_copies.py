@@ -99,13 +99,14 @@ def pool(rng: np.random.Generator, layers: int, pages: int, piece: int) -> tuple
 def test_every_byte_goes_where_it_should(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, seed: int, part_of_ten: int
 ) -> None:
-    """Random sizes, strides, regions, parts and chunks, by batches or one by one: exactly the bytes
-    that were named move, and no others."""
+    """Random sizes, strides, regions, parts and chunks, by batches or one by one, to the host or to
+    staging on the device: exactly the bytes that were named move, and no others."""
     rng = np.random.default_rng((seed, part_of_ten))
     for _ in range(30):
         layers, pages, piece = rng.integers(1, 5), rng.integers(1, 40), rng.choice(PIECES)
         memory, device = pool(rng, int(layers), int(pages), int(piece))
-        slots, stride = int(rng.integers(1, 50)), memory.page_bytes + int(rng.choice([0, 64, 13]))
+        slots, stride = int(rng.integers(1, 50)), memory.page_bytes
+        stride += int(rng.choice([0, 64, 13, -stride % 16]))
         host = rng.integers(0, 256, (slots, stride), np.uint8)
         border = memory.host_chunk_pages = int(rng.integers(1, slots + 1))
         at = host.ctypes.data
@@ -129,7 +130,9 @@ def test_every_byte_goes_where_it_should(
                 want_host[here] = device[j][numbers]
             else:
                 want_device[j][numbers] = host[here]
-        copy = PageCopy(memory, numbers, host, places, part)
+        is_chunk = stride % 16 == 0 and rng.integers(2)
+        there: Any = torch.from_numpy(host) if is_chunk else host
+        copy = PageCopy(memory, numbers, there, places, part)
         for one in slices_of(copy, int(rng.choice([1, memory.page_bytes * 3, 1 << 30]))):
             copies.copy(one)
         assert (host == want_host).all()

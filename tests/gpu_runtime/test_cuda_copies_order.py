@@ -43,6 +43,8 @@ class World:
         self.orders: dict[int, tuple[str, int]] = {}
         """The last kernel that reads an order."""
         self.chunks: list[range] = []
+        self.numbers: list[Any] = []
+        """The order of each step."""
         self.calls_left = 0
         """Until a call of the driver fails; 0: none does."""
         self.instantiated = 0
@@ -109,8 +111,9 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
             before, number = world.orders[step]
             assert world.host.get(before, 0) >= number, "an order is written while it is read"
         world.call()
-        gathers = world.is_out
-        world.orders[step] = world.run(stream, {f"chunk {step % 2}": gathers})
+        gathers, is_elsewhere = world.is_out, world.numbers[step][4] != 0
+        uses = {} if is_elsewhere else {f"chunk {step % 2}": gathers}
+        world.orders[step] = world.run(stream, uses)
 
     def instantiate(_: object) -> int:
         world.instantiated += 1
@@ -122,7 +125,7 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
     )  # fmt: skip
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver,
-        "HAS_TRITON": True, "HEADER": 4,
+        "HAS_TRITON": True, "HEADER": 8,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000, "FIRST_CHUNK_BYTES": 300,
     }.items():  # fmt: skip
@@ -145,6 +148,7 @@ def made(world: World, pools: list[DevicePages]) -> CudaCopies:
         world.instantiated = 0
         copies.prepare(memory)
     chunks = [step.address for step in copies._steps[:2]]
+    world.numbers = [step.numbers for step in copies._steps]
     world.chunks = [range(at, at + CHUNK_BYTES) for at in chunks]
     return copies
 
@@ -162,7 +166,9 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
     copies = made(world, pools)
     for _ in range(80):
         memory = pools[world.rng.integers(len(pools))]
-        host = np.zeros((PAGES, memory.page_bytes), np.uint8)
+        host: Any = np.zeros((PAGES, memory.page_bytes), np.uint8)
+        if world.rng.integers(4) == 0:
+            host = torch.from_numpy(host)  # staging on the device
         pages = np.arange(world.rng.integers(1, 20))
         slots = world.rng.permutation(PAGES)[: len(pages)]
         world.calls_left = int(world.rng.integers(24)) if fails else 0

@@ -117,6 +117,50 @@ def test_every_layout_there_and_back(pools: Any, name: str, groups: int) -> None
     assert after == before | {1: before[7], 5: before[0], 4: before[11]}
 
 
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("groups", [1, 3])
+def test_chunks_on_the_device(pools: Any, name: str, groups: int) -> None:
+    """What GPUDirect storage reads into and writes from: the same bytes as on the host."""
+    make, how, page = LAYOUTS[name]
+    tensors = make()
+    memory = adopt(tensors, **how)
+    transfers, stride = pools(kv=memory), memory.page_bytes + 4096 - memory.page_bytes % 4096
+    chunk = torch.full((SLOTS, stride), 0xA5, dtype=torch.uint8)
+    out, slots, back = np.array([7, 0, 11]), np.array([2, 9, 3]), np.array([1, 5, 4])
+    before = {p: raw(page(tensors, p)) for p in range(PAGES)}
+    ended(transfers.copy_out({"kv": out}, {"kv": slots}, chunks={"kv": chunk}))
+    for p, s in zip(out.tolist(), slots.tolist(), strict=True):
+        assert chunk[s, : memory.page_bytes].numpy().tobytes() == before[p]
+    rest = np.setdiff1d(np.arange(SLOTS), slots)
+    assert (chunk[rest] == 0xA5).all()
+    assert (chunk[:, memory.page_bytes :] == 0xA5).all()
+    ended(transfers.copy_in({"kv": back}, {"kv": slots}, groups=groups, chunks={"kv": chunk}))
+    after = {p: raw(page(tensors, p)) for p in range(PAGES)}
+    assert after == before | {1: before[7], 5: before[0], 4: before[11]}
+
+
+def test_chunks_that_cannot_be_used_are_refused(pools: Any) -> None:
+    memory = adopt(layers(PAGES, 4, 8), page_axis=0)
+    transfers, some = pools(kv=memory), {"kv": np.arange(2)}
+    flat = torch.zeros(SLOTS * 4096 + 16, dtype=torch.uint8)
+    good = flat[: SLOTS * 4096].view(SLOTS, 4096)
+    for chunks in (
+        {},
+        {"kv": good.to(torch.int8)},
+        {"kv": good[:, :-16]},
+        {"kv": good.view(-1)},
+        {"kv": flat[1 : 1 + SLOTS * 4096].view(SLOTS, 4096)},
+        {"kv": flat[: SLOTS * 200].view(SLOTS, 200)},
+        {"kv": flat[: SLOTS * 16].view(SLOTS, 16)},
+        {"kv": good.to("meta")},
+    ):
+        with pytest.raises(InputError, match="a chunk of 'kv' must be") as caught:
+            transfers.copy_in(some, some, chunks=chunks)
+        assert caught.value.remedy
+    with pytest.raises(InputError, match="slot numbers"):
+        transfers.copy_in(some, {"kv": np.array([0, SLOTS])}, chunks={"kv": good})
+
+
 def test_groups_bring_the_first_layers_first(pools: Any) -> None:
     """Two groups have ended, and have their bytes, while the third has not begun."""
     memory = adopt(layers(PAGES, 4, 8), page_axis=0)

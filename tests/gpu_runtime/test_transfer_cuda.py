@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, Timeline, adopt
+from kvstrata.gpu_runtime import AdoptedPools, ComponentPool, ComponentSpec, Timeline, adopt
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.pools import DTYPES
 from kvstrata.staging import SharedRegion, aligned
@@ -60,8 +61,17 @@ class Mover:
         memory.host_chunk_pages = CHUNK_PAGES
         device.prepare(memory)
 
-    def move(self, pages: Any, slots: Any, *, out: bool, part: slice = slice(None)) -> None:
-        copy = PageCopy(self.memory, np.asarray(pages), self.host, np.asarray(slots), part)
+    def move(
+        self,
+        pages: Any,
+        slots: Any,
+        *,
+        out: bool,
+        part: slice = slice(None),
+        chunk: torch.Tensor | None = None,
+    ) -> None:
+        host: Any = self.host if chunk is None else chunk
+        copy = PageCopy(self.memory, np.asarray(pages), host, np.asarray(slots), part)
         stream = self.device.d2h if out else self.device.h2d
         run: Callable[[PageCopy], None] = self.device.copy_out if out else self.device.copy_in
         stream.enqueue(lambda: run(copy), copy.nbytes)
@@ -95,6 +105,21 @@ def there_and_back(device: Any, memory: DevicePages, host: Any, seed: int) -> No
         after = bytes_of()
         assert (after[targets] == before[pages]).all()
         rest = np.setdiff1d(np.arange(len(before)), targets)
+        assert (after[rest] == before[rest]).all()
+    chunk = torch.full(mover.host.shape, 0xA5, dtype=torch.uint8, device="cuda")
+    for slots in (np.arange(5, 5 + COUNT), rng.permutation(SLOTS)[:COUNT]):
+        before, pages = bytes_of(), rng.permutation(PAGES)[:COUNT]
+        chunk.fill_(0xA5)
+        mover.move(pages, slots, out=True, chunk=chunk)
+        found = chunk.cpu().numpy()
+        assert (found[slots, : memory.page_bytes] == before[pages].reshape(COUNT, -1)).all()
+        found[slots, : memory.page_bytes] = 0xA5
+        assert (found == 0xA5).all(), "bytes beside the pages were written"
+        targets = rng.permutation(PAGES)[:COUNT]
+        mover.move(targets, slots, out=False, chunk=chunk)
+        after = bytes_of()
+        assert (after[targets] == before[pages]).all()
+        rest = np.setdiff1d(np.arange(PAGES), targets)
         assert (after[rest] == before[rest]).all()
     pieces = memory.layout.pieces
     if pieces > 1:
@@ -155,6 +180,40 @@ def _layers(*shape: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_pools_of_engines(device: Any, host: Any, engine: str) -> None:
     there_and_back(device, ENGINES[engine](), host, 3)
+
+
+def test_pages_through_a_file_and_kvikio(tmp_path: Path) -> None:
+    """Device memory to a file and back, in its compatibility mode where there is no GPUDirect; the
+    chunk is lent to it, the pages are not."""
+    kvikio = pytest.importorskip("kvikio")
+    from kvstrata.gpu_runtime.cuda import CudaDevice
+
+    tensors = _layers(PAGES, 2, 16, 4, 32)
+    for tensor in tensors:
+        tensor.view(torch.int16).random_()
+    memory = adopt(tensors, page_axis=0)
+    before = [tensor.clone() for tensor in tensors]
+    pools = AdoptedPools({"kv": memory}, CudaDevice(Timeline()))
+    chunk = torch.zeros((COUNT, aligned(memory.page_bytes)), dtype=torch.uint8, device="cuda")
+    rng = np.random.default_rng(4)
+    pages, slots = rng.permutation(PAGES)[:COUNT], np.arange(COUNT)
+    pools.fence()
+    assert pools.copy_out({"kv": pages}, {"kv": slots}, chunks={"kv": chunk}).wait(30.0)
+    path = tmp_path / "pages"
+    with kvikio.CuFile(path, "w") as file:
+        assert file.pwrite(chunk).get() == chunk.numel()
+    torch.cuda.synchronize()
+    for tensor in (*tensors, chunk):
+        tensor.zero_()
+    pools.fence()
+    torch.cuda.synchronize()
+    with kvikio.CuFile(path, "r") as file:
+        assert file.pread(chunk).get() == chunk.numel()
+    targets = rng.permutation(PAGES)[:COUNT]
+    assert pools.copy_in({"kv": targets}, {"kv": slots}, chunks={"kv": chunk}).wait(30.0)
+    for tensor, was in zip(tensors, before, strict=True):
+        assert (tensor[targets].view(torch.int16) == was[pages].view(torch.int16)).all()
+    assert pools.close(10.0)
 
 
 def test_a_copy_waits_for_what_its_stream_has_waited_for(device: Any, host: Any) -> None:

@@ -159,7 +159,7 @@ class Case:
         layout = self.pool.layout
         starts = torch.from_numpy((layout.starts - layout.starts[0]) // 8).cuda()
         header = np.zeros(HEADER, np.int64)
-        header[0], header[2] = self.count, layout.pieces
+        header[0], header[2], header[3] = self.count, layout.pieces, layout.page_bytes // 8
         pages = torch.from_numpy(np.concatenate((header, self.page_copies[out].pages))).cuda()
         with torch.cuda.stream(self.stream(out)):
             move_pieces(
