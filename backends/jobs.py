@@ -14,6 +14,10 @@ from kvstrata.backends.base import ObjectId, PageResult
 from kvstrata.backends.policies import BreakerSettings, RateSettings, RetrySettings
 from kvstrata.boundary import Outcome
 
+CALL_BYTES = 32 << 20
+"""Payload of one call of a backend, or one page. What a call has moved is compared when it returns:
+while the next one moves, unless it was the last. And what is more urgent goes in between."""
+
 
 class Operation(enum.Enum):
     """What a job does, the most urgent first."""
@@ -221,3 +225,10 @@ class Job:
         """Its call is held against the backend: it runs past the deadline, and has for long."""
         self.is_probe = False
         """A lookup of the worker's own; not counted with those of others."""
+
+    def next_items(self, most: int) -> Sequence[Any]:
+        """What its next call is about: at most `most` items, and CALL_BYTES of payload."""
+        if self.operation in (Operation.LOAD, Operation.STORE):
+            page_bytes = self.items[self.next].payload.nbytes
+            most = max(1, min(most, CALL_BYTES // max(1, page_bytes)))
+        return self.items[self.next : min(self.next + most, self.limit)]

@@ -304,7 +304,7 @@ class Schedule(JobBook):
 
     def _charge(self, job: Job, now: float) -> None:
         if self._rate.is_bounded and not job.is_probe:
-            items = job.items[job.next : min(job.next + self._max_batch, job.limit)]
+            items = job.next_items(self._max_batch)
             has_payload = job.operation in (Operation.LOAD, Operation.STORE)
             nbytes = sum(page.payload.nbytes for page in items) if has_payload else 0
             self._rate.charge(nbytes, len(items), now)
@@ -366,7 +366,7 @@ class Schedule(JobBook):
         """What a call may take that its deadline has left no time, on storage that is slow."""
         if job.operation is not Operation.STORE:
             return _FAIR_S
-        pages = min(self._max_batch, job.limit - job.next)
+        pages = len(job.next_items(self._max_batch))
         return max(_FAIR_S, _FAIR_PACE * self._store_page_s * pages)
 
     def _are_writes_stuck(self) -> bool:

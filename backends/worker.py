@@ -327,7 +327,7 @@ class StorageWorker:
                         return
                     self._wake_watch()  # a rate may hold back what waits
                     self._work.wait()
-                items = job.items[job.next : min(job.next + self._max_batch, job.limit)]
+                items = job.next_items(self._max_batch)
             chunk = frames.run(job.operation, items)
             del items
             with self._lock:

@@ -23,6 +23,7 @@ from kvstrata.backends import (
     WorkerSettings,
     WriteRequest,
 )
+from kvstrata.backends import jobs as jobs_module
 from kvstrata.boundary import Outcome
 from kvstrata.errors import (
     ConfigError,
@@ -75,6 +76,21 @@ def test_batches(start_worker, scripted, make_pages) -> None:
     jobs.lookup([pages.name(i) for i in range(256)]).count()
     sizes = {op: [len(names) for names in scripted.names(op)] for op in ("write", "read", "exists")}
     assert sizes == {"write": [64] * 4, "read": [64] * 4, "exists": [64] * 4}
+
+
+@pytest.mark.parametrize(("most", "each"), [(3 * 1000 - 1, 2), (1, 1)])
+def test_calls_of_large_pages_are_short(
+    start_worker, scripted, make_pages, monkeypatch, most, each
+) -> None:
+    """So that the checks of one go on while the next moves; one page at least."""
+    scripted.batch = 64
+    monkeypatch.setattr(jobs_module, "CALL_BYTES", most)
+    jobs, pages = start_worker(scripted), make_pages(1000)
+    jobs.store(pages.stores(0, 6)).result()
+    jobs.load(pages.loads(0, 6)).result()
+    jobs.lookup([pages.name(i) for i in range(6)]).count()
+    sizes = {op: [len(names) for names in scripted.names(op)] for op in ("write", "read", "exists")}
+    assert sizes == {"write": [each] * (6 // each), "read": [each] * (6 // each), "exists": [6]}
 
 
 def test_phases_are_measured(start_worker, scripted, make_pages) -> None:
