@@ -10,9 +10,12 @@ small, so there are two ways, by the size of a piece (a layer's K, say, of one p
   is the mirror image.
 
 Copies through chunks are on one stream each way: on two the engine would mix them, and both chunks
-would be free at the same time, and then neither. Kernels are on another. What ends a copy is on the
-stream that others wait for, and nothing else is: a stream with no work of its own that waited for
-one of these cost a loop of launches beside it another 20 %, and the bus 4 to 8 %.
+would be free at the same time, and then neither. Kernels are on another. Of these two the one that
+ends a copy is the stream that others wait for: a third one without work of its own, that waited for
+it, cost a loop of launches beside it up to 19 %, and the bus 4 to 8 %.
+
+Storage that reaches the device itself (GPUDirect) moves whole pages to and from chunks of its own
+there; between those and pages the same kernels do all.
 
 What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
 is on the thread that launches compute; calls that take long give the interpreter lock away, those
