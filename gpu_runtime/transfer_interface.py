@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstrata.errors import ConfigError, InputError, Where
+from kvstrata.errors import ClosedError, ConfigError, InputError, Where
 from kvstrata.gpu_runtime.base import LOOK_S, START_FAILED_CLOSE_S, STRANDED, Device, Event
 from kvstrata.gpu_runtime.copy_queue import CopyPriority
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
@@ -88,6 +88,10 @@ class TransferInterface(Protocol):
     reads nor frees them (of a `copy_out`, reading is allowed). The arrays that name them are the
     engine's again when the call returns. All but `close` raise IntegrityError when the device is
     broken, and ClosedError after `close`.
+
+    A host page holds the pieces of a page, one after the other as the pool was adopted, in
+    `DevicePages.page_bytes` bytes: `copy_out({"kv": pages}, {"kv": slots})` fills rows `slots` of
+    what was pinned for "kv".
     """
 
     def pin(self, pool: str, host: npt.NDArray[np.uint8], chunk_pages: int | None = None) -> None:
@@ -99,7 +103,8 @@ class TransferInterface(Protocol):
     def fence(self) -> None:
         """Copies that are started from now on (and what still waits for its turn of those before)
         wait for what the engine has enqueued until now on torch's current stream: call it behind
-        the kernels that wrote the pages (or read them)."""
+        the kernels that wrote the pages, or a chunk, that is copied next, or still read what a copy
+        writes. What the host has waited for needs none."""
         ...
 
     def copy_out(
@@ -118,9 +123,10 @@ class TransferInterface(Protocol):
         groups: int = 1,
         chunks: Chunks | None = None,
     ) -> Transfer:
-        """Host pages, or those of `chunks`, into device pages; with `groups` the layers come in so
-        many groups, the first layers first, so that a model may begin before the last are there.
-        InputError as above."""
+        """Host pages, or those of `chunks`, into device pages; with `groups` the pieces come in so
+        many groups, in the order in which the pool was adopted, so that a model may begin before
+        the last are there. Where `groups` divides the layers, and the pool was adopted layer by
+        layer, group i brings the layers before (i + 1) · layers / groups. InputError as above."""
         ...
 
     def close(self, deadline_s: float) -> bool:
@@ -136,6 +142,9 @@ class AdoptedPools:
     def __init__(self, pools: Mapping[str, DevicePages], device: Device) -> None:
         self._pools, self._device = dict(pools), device
         self._host: dict[str, npt.NDArray[np.uint8]] = {}
+        self._lent: list[tuple[Event, Chunks]] = []
+        """Chunks of transfers under way: their memory is not given away before the end."""
+        self._closed = False
         self._queues = CopyQueues(device)
         with ExitStack() as undo:
             undo.callback(device.close, START_FAILED_CLOSE_S)
@@ -145,7 +154,7 @@ class AdoptedPools:
             undo.pop_all()
 
     def pin(self, pool: str, host: npt.NDArray[np.uint8], chunk_pages: int | None = None) -> None:
-        self._device.check_fault()
+        self._check_open()
         self._check_pin(pool, host, chunk_pages)
         memory, most = self._pools[pool], chunk_pages or len(host)
         chunks = [min(most, len(host) - at) * host.shape[1] for at in range(0, len(host), most)]
@@ -154,7 +163,7 @@ class AdoptedPools:
         self._host[pool] = host
 
     def fence(self) -> None:
-        self._device.check_fault()
+        self._check_open()
         event = self._device.fence()
         self._device.d2h.wait_event(event)
         self._device.h2d.wait_event(event)
@@ -175,10 +184,11 @@ class AdoptedPools:
         return self._copy(pages, slots, CopyPriority.RESTORE, groups, chunks, out=False)
 
     def close(self, deadline_s: float) -> bool:
+        self._closed = True
         self._queues.flush()
         ended = self._device.close(deadline_s)
         if not ended:
-            STRANDED.append((self._pools, self._host))
+            STRANDED.append((self._pools, self._host, self._lent))
         return ended
 
     def _copy(
@@ -191,8 +201,17 @@ class AdoptedPools:
         *,
         out: bool,
     ) -> Transfer:
-        self._device.check_fault()
-        host = self._host if chunks is None else self._checked_chunks(chunks)
+        self._check_open()
+        host = self._host if chunks is None else chunks
+        for what, given in (("pages", pages), ("slots", slots), ("chunks", host)):
+            if not isinstance(given, Mapping):
+                raise InputError(
+                    f"{what} are a {type(given).__name__}, not one for each pool",
+                    remedy=f"name the pool: {what}={{{next(iter(self._pools))!r}: ...}}",
+                    where=Where(key=what),
+                )
+        if chunks is not None:
+            self._check_chunks(chunks)
         numbers = {
             name: self._numbers(name, pages, slots, host, groups, out=out) for name in self._pools
         }
@@ -211,9 +230,17 @@ class AdoptedPools:
         ]
         result = CopyResult()
         events = self._queues.add(copies, priority, result, out=out)
+        self._lent = [lent for lent in self._lent if not lent[0].query()]
+        if chunks is not None:
+            self._lent.append((events[-1], dict(chunks)))
         return Transfer(self._device, result, events)
 
     # ── what is given ────────────────────────────────────────────────────────────────────────────
+
+    def _check_open(self) -> None:
+        self._device.check_fault()
+        if self._closed:
+            raise ClosedError("these pools are closed")
 
     def _check_pools(self) -> None:
         if not self._pools:
@@ -250,19 +277,22 @@ class AdoptedPools:
                 where=Where(key=pool),
             )
 
-    def _checked_chunks(self, chunks: Chunks) -> Chunks:
+    def _check_chunks(self, chunks: Chunks) -> None:
         for name, memory in self._pools.items():
-            chunk = chunks.get(name)
-            if chunk is None or not _can_stage(chunk, memory):
-                found = "none" if chunk is None else f"{chunk.dtype} {tuple(chunk.shape)}"
-                raise InputError(
-                    f"a chunk of {name!r} must be contiguous uint8 [pages, stride] on "
-                    f"{memory.device}, stride at least {memory.page_bytes}, address and stride "
-                    f"multiples of {CHUNK_ALIGNMENT}, not {found}",
-                    remedy="allocate one for every pool, with the stride rounded up to 4096",
-                    where=Where(key=name),
-                )
-        return chunks
+            chunk: object = chunks.get(name)
+            if not isinstance(chunk, torch.Tensor):
+                found = type(chunk).__name__
+            elif not _can_stage(chunk, memory):
+                found = f"{chunk.dtype} {tuple(chunk.shape)} on {chunk.device}"
+            else:
+                continue
+            raise InputError(
+                f"a chunk of {name!r} must be a contiguous tensor uint8 [pages, stride] on "
+                f"{memory.device}, stride at least {memory.page_bytes}, address and stride "
+                f"multiples of {CHUNK_ALIGNMENT}, not {found}",
+                remedy="allocate one for every pool, with the stride rounded up to 4096",
+                where=Where(key=name),
+            )
 
     def _numbers(
         self,
@@ -276,12 +306,13 @@ class AdoptedPools:
     ) -> tuple[Pages, Pages]:
         """Copies of the numbers of one pool, int64: the engine may write into its own at once."""
         memory = self._pools[name]
-        if name not in pages or name not in slots or name not in hosts:
-            raise InputError(
-                f"no pages, host pages or pinned memory of pool {name!r}",
-                remedy="pin each pool once, and name pages of every pool in each copy",
-                where=Where(key=name),
-            )
+        for what, given in (("pages", pages), ("slots", slots), ("pinned host memory", hosts)):
+            if name not in given:
+                raise InputError(
+                    f"no {what} of pool {name!r}",
+                    remedy="pin each pool once, and name pages and slots of every pool",
+                    where=Where(key=name),
+                )
         device = _checked(f"page numbers of {name!r}", pages[name], memory.layout.pages, not out)
         host = _checked(f"slot numbers of {name!r}", slots[name], len(hosts[name]), out)
         if len(device) != len(host) or not 1 <= groups <= memory.layout.pieces:

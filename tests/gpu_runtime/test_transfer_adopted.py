@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvstrata.errors import ConfigError, InputError
+from kvstrata.errors import ClosedError, ConfigError, InputError
 from kvstrata.gpu_runtime import AdoptedPools, CpuDevice, DevicePages, Timeline, Transfer, adopt
 from kvstrata.gpu_runtime.device_pages import PageCopy, host_runs
 from kvstrata.gpu_runtime.testing import Gate
@@ -153,12 +155,36 @@ def test_chunks_that_cannot_be_used_are_refused(pools: Any) -> None:
         {"kv": flat[: SLOTS * 200].view(SLOTS, 200)},
         {"kv": flat[: SLOTS * 16].view(SLOTS, 16)},
         {"kv": good.to("meta")},
+        {"kv": good.numpy()},
     ):
         with pytest.raises(InputError, match="a chunk of 'kv' must be") as caught:
             transfers.copy_in(some, some, chunks=chunks)
         assert caught.value.remedy
     with pytest.raises(InputError, match="slot numbers"):
         transfers.copy_in(some, {"kv": np.array([0, SLOTS])}, chunks={"kv": good})
+    for wrong in ((some["kv"], some, None), (some, [0, 1], None), (some, some, good)):
+        with pytest.raises(InputError, match="not one for each pool"):
+            transfers.copy_in(wrong[0], wrong[1], chunks=wrong[2])
+
+
+def test_the_example_of_the_documentation() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/architecture.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?AdoptedPools.*?)```", text, re.DOTALL)
+    exec(compile(code, "docs/architecture.md", "exec"), {})
+
+
+def test_nothing_is_taken_after_the_end(pools: Any) -> None:
+    memory = adopt(layers(PAGES, 4, 8), page_axis=0)
+    transfers, some = pools(kv=memory), {"kv": np.arange(2)}
+    assert transfers.close(5.0)
+    for call in (
+        transfers.fence,
+        lambda: transfers.pin("kv", host_for(memory)),
+        lambda: transfers.copy_out(some, some),
+        lambda: transfers.copy_in(some, some),
+    ):
+        with pytest.raises(ClosedError):
+            call()
 
 
 def test_groups_bring_the_first_layers_first(pools: Any) -> None:
