@@ -218,7 +218,7 @@ class Job:
         self.queue_s = self.io_s = self.check_s = self.copy_s = 0.0
         self.queued_at = 0.0
         self.attempts = 0
-        """Calls that failed so that they may be made again."""
+        """Calls that failed, one behind the other and with nothing done, and are made again."""
         self.started_at = 0.0
         """When its last call began."""
         self.blamed = False
@@ -227,7 +227,8 @@ class Job:
         """A lookup of the worker's own; not counted with those of others."""
 
     def next_items(self, most: int) -> Sequence[Any]:
-        """What its next call is about: at most `most` items, and CALL_BYTES of payload."""
+        """What its next call is about: at most `most` items, and CALL_BYTES of payload, where all
+        pages are as large as the next one: they are of one component."""
         if self.operation in (Operation.LOAD, Operation.STORE):
             page_bytes = self.items[self.next].payload.nbytes
             most = max(1, min(most, CALL_BYTES // max(1, page_bytes)))

@@ -23,7 +23,7 @@ class RetrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """`[backends.NAME.retry]`: calls that failed for a reason that may pass are made again."""
 
     attempts: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
-    """Calls in all for what one job asks; 1: none is made again."""
+    """Calls in all for the same pages of a job; 1: none is made again."""
     first_delay_s: _Delay = 0.05
     """Before the second call; twice as long before each further one, with jitter on top."""
     max_delay_s: _Delay = 2.0

@@ -75,7 +75,8 @@ class _PendingFree:
 
 
 class RuntimeCore:
-    """State shared by batches and moves. Everything but `poll` happens under `lock`.
+    """State shared by batches and moves. Everything happens under `lock`, but `poll`, and
+    `extents_of` of pages that a copy holds.
 
     The lock is re-entrant: a worker may call back in the same call when it refuses a job. Nothing
     waits for a device, a backend or another thread while holding it.

@@ -105,9 +105,10 @@ class CudaStream(CpuStream):
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         span = self._spare_spans.popleft() if self._spare_spans else _Span(self.cuda)
         span.nbytes = nbytes
-        span.start.record(self.cuda)
+        may_block = not self._copies  # a model's launches fill the stream
+        span.start.record(self.cuda, may_block=may_block)
         work()
-        span.end.record(self.cuda)
+        span.end.record(self.cuda, may_block=may_block)
         self._spans.append(span)
 
     def _record_now(self, event: CpuEvent) -> None:
@@ -144,7 +145,7 @@ class CudaStream(CpuStream):
         if self._device.fault is not None:
             return
         for span in event.spans:
-            self._device.note_span(self.name, span)
+            self._device.note_span(self, span)
         self._spare_spans.extend(event.spans)
         event.complete()
 
@@ -209,17 +210,16 @@ class CudaDevice(Device):
             self._copies_out.prepare(memory)
             torch.cuda.synchronize()
 
-    def note_span(self, stream: str, span: _Span) -> None:
-        """Times on the GPU, as seconds of the host's clock. Any thread, for spans of its own."""
+    def note_span(self, stream: CudaStream, span: _Span) -> None:
+        """Times on the GPU, as seconds of the host's clock. Any thread, for spans of its stream."""
         zero, zero_s = self._zero
         start_ms = zero.ms_until(span.start)
         start_s = zero_s + start_ms / 1e3
-        self._timeline.span(
-            stream, start_s, start_s + span.start.ms_until(span.end) / 1e3, span.nbytes
-        )
+        end_s = start_s + span.start.ms_until(span.end) / 1e3
+        self._timeline.span(stream.name, start_s, end_s, span.nbytes)
         if start_ms > _EXACT_MS:
             self._zero = span.start, start_s
-            span.start = ReusedEvent(torch.cuda.current_stream(self.torch_device), timing=True)
+            span.start = ReusedEvent(stream.cuda, timing=True)
 
     def pin(self, address: int, chunk_bytes: Sequence[int]) -> None:
         cudart = torch.cuda.cudart()

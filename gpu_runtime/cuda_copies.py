@@ -12,10 +12,10 @@ small, so there are two ways, by the size of a piece (a layer's K, say, of one p
 Copies through chunks are on one stream each way: on two the engine would mix them, and both chunks
 would be free at the same time, and then neither. Kernels are on another. Of these two the one that
 ends a copy is the stream that others wait for: a third one without work of its own, that waited for
-it, cost a loop of launches beside it up to 19 %, and the bus 4 to 8 %.
+it, cost a loop of launches beside it up to 19 %, and the bus 3 to 8 %.
 
 Storage that reaches the device itself (GPUDirect) moves whole pages to and from chunks of its own
-there; between those and pages the same kernels do all.
+there. Between those and pages small pieces go by the same kernels, large ones directly as well.
 
 What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
 is on the thread that launches compute; calls that take long give the interpreter lock away, those
@@ -82,7 +82,7 @@ class _Step:
 
     chunk: torch.Tensor
     pinned: torch.Tensor
-    """The order, as the host writes it: int64 [HEADER + ORDER_PAGES]."""
+    """The order, as the host writes it: int64 [HEADER + 2 * ORDER_PAGES]."""
     order: torch.Tensor
     moved: ReusedEvent
     """Behind the kernel."""
@@ -165,7 +165,7 @@ class CudaCopies:
     def prepare(self, memory: DevicePages) -> None:
         """Compile and capture what copies of `memory` need. Idempotent. Raises ConfigError for
         pages that are larger than a chunk."""
-        if self._is_direct(memory) or self._number_of(memory) is not None:
+        if self._is_direct(memory) or any(known is memory for known, _ in self._known):
             return
         if memory.page_bytes > self._chunk_bytes:
             raise ConfigError(
@@ -222,7 +222,10 @@ class CudaCopies:
     # ── through chunks ───────────────────────────────────────────────────────────────────────────
 
     def _through_chunks(self, copy: PageCopy) -> None:
-        nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
+        number, nbytes = (
+            self._number_of(copy.memory),
+            len(copy.pieces) * copy.memory.layout.piece_bytes,
+        )
         borders = self._borders(len(copy.pages), nbytes)
         places, here, lengths = self._host_runs(copy, nbytes, borders)
         for at, end in pairwise(borders):
@@ -232,7 +235,7 @@ class CudaCopies:
             there = step.address + (places[first:last] - at) * nbytes
             if self._out:
                 before.bussed.hold_back(self._kernels)
-                self._move(copy, slice(at, end), step, (step.address, nbytes))
+                self._move(number, copy, slice(at, end), step, page_bytes=nbytes)
                 step.moved.hold_back(self._bus)
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
@@ -241,7 +244,7 @@ class CudaCopies:
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
                 step.bussed.hold_back(self._kernels)
-                self._move(copy, slice(at, end), step, (step.address, nbytes))
+                self._move(number, copy, slice(at, end), step, page_bytes=nbytes)
 
     def _next_step(self) -> _Step:
         step = self._steps[self._turn]
@@ -274,64 +277,68 @@ class CudaCopies:
         offset = copy.host_address + copy.pieces.start * copy.memory.layout.piece_bytes
         return first, offset + copy.slots[first] * copy.host_step, count * nbytes
 
-    def _move(self, copy: PageCopy, some: slice, step: _Step, chunk: tuple[int, int]) -> None:
-        """Gather into a chunk, or scatter from it, on the stream of the kernels. `chunk`: address,
-        and bytes from a page to the next."""
-        pages, pieces, layout = copy.pages[some], copy.pieces, copy.memory.layout
+    def _move(
+        self,
+        number: int,
+        copy: PageCopy,
+        some: slice,
+        step: _Step,
+        *,
+        page_bytes: int,
+    ) -> None:
+        """Gather pages, or scatter them, on the stream of the kernels: one behind the other in the
+        chunk of `step`, or in their places in one on the device. `page_bytes`: from a page there to
+        the next."""
         if HAS_TRITON:
-            (address, page_bytes), number = chunk, self._number_of(copy.memory)
-            assert number is not None, "`copy` prepares it"
-            words = page_bytes // layout.word_bytes
-            at = (address - step.address) // layout.word_bytes
-            step.numbers[:5] = len(pages), pieces.start, len(pieces), words, at
-            step.numbers[HEADER : HEADER + len(pages)] = pages
+            pages, pieces, word = copy.pages[some], copy.pieces, copy.memory.layout.word_bytes
+            count, at, numbers = len(pages), 0, step.numbers[HEADER:]
+            numbers[:count] = pages
+            if copy.is_staged_on_device:
+                numbers[count : 2 * count] = copy.slots[some]
+                first = pieces.start * copy.memory.layout.piece_bytes
+                at = (copy.host_address + first - step.address) // word
+            header = count, pieces.start, len(pieces), page_bytes // word, at
+            step.numbers[: len(header) + 1] = *header, copy.is_staged_on_device
             cuda_driver.launch(step.graphs[number], self._kernels.cuda_stream)
         else:
             with torch.cuda.stream(self._kernels):
-                self._move_by_torch(copy.memory, pages, pieces, step)
+                self._move_by_torch(copy.some(some), step)
         step.moved.record(self._kernels)
 
-    def _move_by_torch(
-        self, memory: DevicePages, pages: Numbers, pieces: range, step: _Step
-    ) -> None:
-        index, part = torch.from_numpy(pages).to(self._device), slice(pieces.start, pieces.stop)
-        words = memory.words_of(step.chunk, len(pages), len(pieces))
+    def _move_by_torch(self, copy: PageCopy, step: _Step) -> None:
+        memory, index = copy.memory, torch.from_numpy(copy.pages).to(self._device)
+        if copy.is_staged_on_device:
+            (memory.gather if self._out else memory.scatter)(copy)
+            return
+        words = memory.words_of(step.chunk, len(copy.pages), len(copy.pieces))
         if self._out:
-            words.copy_(memory.take(index, part))
+            words.copy_(memory.take(index, copy.part))
         else:
-            memory.put(index, words, part)
+            memory.put(index, words, copy.part)
 
     # ── chunks of others, on the device ──────────────────────────────────────────────────────────
 
     def _on_device(self, copy: PageCopy) -> None:
-        """By the kernels alone; each moves a run of neighbours in the chunk."""
-        if not HAS_TRITON:
-            with torch.cuda.stream(self._kernels):
-                (copy.memory.gather if self._out else copy.memory.scatter)(copy)
-        else:
-            borders = range(0, len(copy.slots), ORDER_PAGES)
-            runs = host_runs(copy.slots, len(copy.host), joined=True, borders=borders)
-            for first, count in zip(*(numbers.tolist() for numbers in runs), strict=True):
-                address = copy.host_address + int(copy.slots[first]) * copy.host_step
-                address += copy.pieces.start * copy.memory.layout.piece_bytes
-                step, some = self._next_step(), slice(first, first + count)
-                self._move(copy, some, step, (address, copy.host_step))
-                step.bussed.record(self._bus)  # who uses the chunk of this step next looks at it
-        if self._out:
-            ReusedEvent(self._kernels).hold_back(self._owner.cuda)
+        """By the kernels alone."""
+        number = self._number_of(copy.memory)
+        for at in range(0, len(copy.pages), ORDER_PAGES):
+            step = self._next_step()
+            self._move(number, copy, slice(at, at + ORDER_PAGES), step, page_bytes=copy.host_step)
+            if self._out:
+                step.bussed.record(self._bus)  # who gathers into the chunk of this step next waits
+                step.moved.hold_back(self._owner.cuda)
 
     # ── what is made once ────────────────────────────────────────────────────────────────────────
 
-    def _number_of(self, memory: DevicePages) -> int | None:
-        """None before `prepare`."""
-        numbers = (n for n, (known, _) in enumerate(self._known) if known is memory)
-        return next(numbers, None)
+    def _number_of(self, memory: DevicePages) -> int:
+        """Of memory that is prepared."""
+        return next(n for n, (known, _) in enumerate(self._known) if known is memory)
 
     def _new_steps(self) -> list[_Step]:
         chunks = [
             torch.empty(self._chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         ]
-        numbers = HEADER + ORDER_PAGES
+        numbers = HEADER + 2 * ORDER_PAGES
         return [
             _Step(
                 chunks[i % 2],
@@ -366,18 +373,17 @@ class CudaCopies:
 
         torch.cuda.synchronize(self._device)
         self._steps[0].pinned[0] = 0  # no pages
-        with torch.cuda.stream(self._kernels):
+        stream = torch.cuda.Stream(priority=-1)  # a graph's kernels keep the priority
+        with torch.cuda.stream(stream):
             launch(self._steps[0])  # compiles, which a capture does not allow
-        self._kernels.synchronize()
+        stream.synchronize()
         captured: list[tuple[torch.cuda.CUDAGraph, int]] = []
         try:
             with _no_collection():
                 for step in self._steps:
                     graph = torch.cuda.CUDAGraph(keep_graph=True)
                     # Other threads may use the device meanwhile.
-                    with torch.cuda.graph(
-                        graph, stream=self._kernels, capture_error_mode="thread_local"
-                    ):
+                    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                         launch(step)
                     captured.append((graph, cuda_driver.instantiate(graph.raw_cuda_graph())))
         except BaseException:

@@ -22,8 +22,13 @@ class ReusedEvent:
         self._torch.record(stream)  # torch makes it now
         self._handle = int(self._torch.cuda_event)
 
-    def record(self, stream: torch.cuda.Stream) -> None:
-        cuda_driver.record(self._handle, stream.cuda_stream)
+    def record(self, stream: torch.cuda.Stream, *, may_block: bool = False) -> None:
+        """`may_block`: others fill this stream, so that the driver may wait for room. Then the lock
+        is given away: what makes room may need it."""
+        if may_block:
+            self._torch.record(stream)
+        else:
+            cuda_driver.record(self._handle, stream.cuda_stream)
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
         """What `stream` does next waits for the event."""

@@ -128,6 +128,10 @@ class PageCopy:
     slots: npt.NDArray[np.int64]
     part: slice = field(default_factory=lambda: WHOLE)
 
+    def some(self, some: slice) -> PageCopy:
+        """The same with these of its pages."""
+        return PageCopy(self.memory, self.pages[some], self.host, self.slots[some], self.part)
+
     @property
     def pieces(self) -> range:
         return range(self.memory.layout.pieces)[self.part]

@@ -17,7 +17,8 @@ import triton.language as tl
 
 HEADER = 8
 """Numbers before the page numbers of an order: pages, first piece, pieces, words from a page of the
-chunk to the next, words from the chunk's address to the first page; the rest is not used."""
+chunk to the next, words from the chunk's address to its first page, and whether the places of the
+pages in the chunk follow; else they are one behind the other. The rest is not used."""
 _BLOCK = 4096
 _NUMBERS = 1024
 
@@ -26,7 +27,7 @@ _NUMBERS = 1024
 def _fetch(order, here, FIRST: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 # pragma: no cover
     """An order from pinned host memory to the device. A kernel does it: a copy engine would put it
     behind the large copies that it is for."""
-    n = tl.load(order) + FIRST
+    n = tl.load(order) * (1 + tl.load(order + 5)) + FIRST
     for at in range(0, n, NUMBERS):
         offsets = at + tl.arange(0, NUMBERS)
         tl.store(here + offsets, tl.load(order + offsets, offsets < n), offsets < n)
@@ -47,21 +48,24 @@ def _move(  # type: ignore[no-untyped-def] # noqa: PLR0917 # pragma: no cover - 
     ALIGNED: tl.constexpr,  # noqa: N803
 ):
     """Words of piece j of the i-th page: `starts[j] + page * page_stride` in the pool, in the chunk
-    `at + i * page_words + (j - first) * piece_words`. A tile is a part of one piece."""
+    `at + place * page_words + (j - first) * piece_words`. A tile is a part of one piece."""
     first = tl.load(order + 1)
     pieces = tl.load(order + 2)
     page_words = tl.multiple_of(tl.load(order + 3), ALIGNED)
     at = tl.multiple_of(tl.load(order + 4), ALIGNED)
-    n_tiles = tl.load(order) * pieces * tiles
+    count = tl.load(order)
+    has_places = tl.load(order + 5) != 0
+    n_tiles = count * pieces * tiles
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         number = tile // tiles
         i = number // pieces
         start = tl.multiple_of(tl.load(starts + first + number % pieces), ALIGNED)
         page = tl.load(order + FIRST + i)
+        place = tl.where(has_places, tl.load(order + FIRST + count + i, has_places), i)
         offsets = (tile % tiles) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < piece_words
         in_pool = pool + start + page * page_stride + offsets
-        in_chunk = chunk + at + i * page_words + (number % pieces) * piece_words + offsets
+        in_chunk = chunk + at + place * page_words + (number % pieces) * piece_words + offsets
         if OUT:
             tl.store(in_chunk, tl.load(in_pool, mask), mask)
         else:

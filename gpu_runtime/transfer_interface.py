@@ -7,6 +7,7 @@ knowledge, told with `fence` and asked for with `Transfer.join`.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -103,8 +104,8 @@ class TransferInterface(Protocol):
     def fence(self) -> None:
         """Copies that are started from now on (and what still waits for its turn of those before)
         wait for what the engine has enqueued until now on torch's current stream: call it behind
-        the kernels that wrote the pages, or a chunk, that is copied next, or still read what a copy
-        writes. What the host has waited for needs none."""
+        the kernels that wrote what is copied next, and those that read or write what it is copied
+        to (`torch.zeros` of a chunk is one). What the host has waited for needs none."""
         ...
 
     def copy_out(
@@ -142,8 +143,9 @@ class AdoptedPools:
     def __init__(self, pools: Mapping[str, DevicePages], device: Device) -> None:
         self._pools, self._device = dict(pools), device
         self._host: dict[str, npt.NDArray[np.uint8]] = {}
-        self._lent: list[tuple[Event, Chunks]] = []
+        self._lent: dict[int, Chunks] = {}
         """Chunks of transfers under way: their memory is not given away before the end."""
+        self._numbers_of_lends = itertools.count()
         self._closed = False
         self._queues = CopyQueues(device)
         with ExitStack() as undo:
@@ -230,9 +232,10 @@ class AdoptedPools:
         ]
         result = CopyResult()
         events = self._queues.add(copies, priority, result, out=out)
-        self._lent = [lent for lent in self._lent if not lent[0].query()]
         if chunks is not None:
-            self._lent.append((events[-1], dict(chunks)))
+            number = next(self._numbers_of_lends)
+            self._lent[number] = dict(chunks)
+            events[-1].on_complete(lambda: self._lent.__delitem__(number))
         return Transfer(self._device, result, events)
 
     # ── what is given ────────────────────────────────────────────────────────────────────────────

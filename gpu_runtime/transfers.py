@@ -107,8 +107,8 @@ class Copies:
     ) -> Copy:
         """Gather device pages into host pages. `done("")` or `done(error)` follows under the lock,
         from a device thread; the caller keeps both sides held until then. `enqueued()` comes before
-        that, without the lock, from the stream's thread: what it does takes no time from the copy,
-        which has begun, nor from control."""
+        that, without the lock, from the stream's thread when all is enqueued: time for what would
+        keep control, or a copy that ends later than that, waiting."""
         return self._copy(
             source, target, done, CopyPriority.WRITE_BACK, out=True, enqueued=enqueued
         )

@@ -50,7 +50,8 @@ def stamps() -> Iterator[int]:
 class PageTable:
     """States, stamps, holds and claims of the pages of one pool in one tier.
 
-    Not locked: the runtime calls it under its own lock. All page lists are int64 arrays without
+    Not locked: the runtime calls it under its own lock; `extents_of` also without, of pages that
+    somebody holds, whose stamps stay. All page lists are int64 arrays without
     repeats. `order` is the order in which pages are handed out at first (a test permutes it).
     """
 
@@ -152,9 +153,10 @@ class PageTable:
 
     def release(self, pages: Pages) -> None:
         """One user less; pages that nobody holds or claims become FREE."""
-        if (self._holds[pages] <= 0).any():
+        left = self._holds[pages] - 1
+        if (left < 0).any():
             raise IntegrityError(f"{self}: release without a hold: {pages[:8]}")
-        self._holds[pages] -= 1
+        self._holds[pages] = left
         self._settle(pages)
 
     def begin_backup(self, pages: Pages) -> None:
@@ -164,13 +166,14 @@ class PageTable:
         self._state[pages] = PageState.BACKING_UP
 
     def end_backup(self, pages: Pages) -> None:
-        if (self._backups[pages] <= 0).any():
+        left = self._backups[pages] - 1
+        if (left < 0).any():
             raise IntegrityError(f"{self}: end_backup without begin_backup: {pages[:8]}")
-        self._backups[pages] -= 1
-        over = pages[(self._backups[pages] == 0) & (self._state[pages] == PageState.BACKING_UP)]
-        self._state[over] = PageState.READY
+        self._backups[pages] = left
         # Another backup of the page may be the one that hangs: then it is stuck as before.
-        self._stranded[pages[self._backups[pages] == 0]] = False
+        over = pages[left == 0]
+        self._stranded[over] = False
+        self._state[over[self._state[over] == PageState.BACKING_UP]] = PageState.READY
         self.release(pages)
 
     def strand(self, pages: Pages) -> None:
@@ -326,8 +329,8 @@ _FIRST, _COUNT = attrgetter("first_page"), attrgetter("page_count")
 def _columns(runs: tuple[PageRun, ...]) -> tuple[Pages, Pages]:
     """First pages and page counts. Beyond 64 bits they become the largest number there is."""
     try:
-        first = np.array(list(map(_FIRST, runs)), np.int64)
-        return first, np.array(list(map(_COUNT, runs)), np.int64)
+        first = np.fromiter(map(_FIRST, runs), np.int64, len(runs))
+        return first, np.fromiter(map(_COUNT, runs), np.int64, len(runs))
     except OverflowError:
         beyond = np.full(len(runs), 1 << 62)
         return beyond, beyond

@@ -24,10 +24,10 @@ _T = TypeVar("_T")
 POLLING_NICE = 10
 """So much the thread that waits for a transfer gives way to others."""
 
-MOVING_CALLS, MOVING_BYTES = 2, 66 << 20
+MOVING_CALLS, MOVING_BYTES = 2, 72 << 20
 """Calls, and their bytes, that move over TCP at once. One thread of the library moves them all: of
 more, all end late and together, and nothing moves while their callers check what they got. The
-bytes are those of two calls of a worker, with their headers."""
+bytes are those of two calls of a worker, with their headers (of pages of 32 KiB and more)."""
 PATIENCE_S = 1.0
 """A call waits so long for its turn, and goes on then: others may hang."""
 

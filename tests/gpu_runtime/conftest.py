@@ -36,7 +36,7 @@ class FakeStream(SimpleNamespace):
 def fake_torch() -> Any:
     """What `CudaCopies` needs of torch where there is no GPU."""
     cuda = SimpleNamespace(
-        Stream=lambda **_: FakeStream(name="follower"),
+        Stream=lambda priority: FakeStream(name="follower", priority=priority),
         device=lambda _: nullcontext(), stream=lambda _: nullcontext(),
         set_device=lambda _: None, synchronize=lambda *_: None,
         CUDAGraph=lambda **_: SimpleNamespace(raw_cuda_graph=lambda: None),

@@ -6,8 +6,11 @@ The driver is one that copies at once; the kernel is torch's. On a GPU: `test_tr
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +154,7 @@ def test_who_waits_for_whom(
     monkeypatch.setattr(Event, "passed", False)
     copies = made(out=out, chunk_bytes=2 * memory.page_bytes)
     assert [s.name for s in copies.streams] == ["owner", "follower"]
+    assert copies.streams[1].priority == -1  # type: ignore[attr-defined]
     assert copies._owner.followers == [copies.streams[1]]
     copy = PageCopy(memory, np.arange(8), host, rng.permutation(8))
     copies.copy(copy)
@@ -220,7 +224,72 @@ def capture(
     for name in ("fetch_order", "move_pieces"):
         monkeypatch.setattr(cuda_copies, name, lambda *_, **__: None, raising=False)
     monkeypatch.setattr(cuda_copies, "HAS_TRITON", True)
+    monkeypatch.setattr(cuda_copies, "HEADER", 8)
     return lambda name: now.__setitem__(0, name)
+
+
+@pytest.mark.parametrize("part_of_ten", range(10))
+def test_orders_say_where_the_bytes_are(
+    driver: Driver,
+    capture: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    part_of_ten: int,
+) -> None:
+    """A kernel that does byte by byte what its order says: random pools, parts, chunks of ours and
+    staging on the device, with several orders a copy."""
+    capture("kernel")
+    monkeypatch.setattr(cuda_copies, "_no_collection", nullcontext)
+    rng = np.random.default_rng((seed, part_of_ten))
+    for _ in range(20):
+        monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 3, 2048])))
+        out, layers, pages = (
+            bool(rng.integers(2)),
+            int(rng.integers(1, 5)),
+            int(rng.integers(1, 30)),
+        )
+        memory, device = pool(rng, layers, pages, int(rng.choice([16, 80, 4096])))
+        slots = pages + int(rng.integers(20))
+        host = rng.integers(0, 256, (slots, memory.page_bytes + 16), np.uint8)
+        staged = torch.from_numpy(host) if rng.integers(2) else host
+        copies = made(out=out, chunk_bytes=memory.page_bytes * int(rng.integers(1, 5)))
+        driver.launch = partial(run_order, copies)  # type: ignore[attr-defined]
+        driver.instantiate = count_from(0)  # type: ignore[attr-defined]
+        n, begin = int(rng.integers(1, pages + 1)), int(rng.integers(layers))
+        part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
+        numbers, places = rng.permutation(pages)[:n], rng.permutation(slots)[:n]
+        want_host, want_device = host.copy(), device.copy()
+        piece = memory.layout.piece_bytes
+        for j in range(layers)[part]:
+            here = (places, slice(j * piece, (j + 1) * piece))
+            if out:
+                want_host[here] = device[j][numbers]
+            else:
+                want_device[j][numbers] = host[here]
+        copies.copy(PageCopy(memory, numbers, staged, places, part))
+        assert (host == want_host).all()
+        assert (device == want_device).all()
+
+
+def count_from(first: int) -> Callable[[object], int]:
+    numbers = itertools.count(first)
+    return lambda _: next(numbers)
+
+
+def run_order(copies: CudaCopies, number: int, _: object) -> None:
+    """What `gather._move` does with the order of step `number`."""
+    step, (memory, starts) = copies._steps[number], copies._known[0]
+    layout, order = memory.layout, step.numbers.tolist()
+    count, first, pieces, page_words, at, has_places = order[:6]
+    names = order[cuda_copies.HEADER :]
+    word, base = layout.word_bytes, memory.first_word.data_ptr()
+    for i in range(count):
+        place = names[count + i] if has_places else i
+        for j in range(pieces):
+            in_pool = base + int(starts[first + j]) * word + names[i] * layout.page_stride
+            in_chunk = step.address + (at + place * page_words) * word + j * layout.piece_bytes
+            target, source = (in_chunk, in_pool) if copies._out else (in_pool, in_chunk)
+            ctypes.memmove(target, source, layout.piece_bytes)
 
 
 def test_a_capture_that_fails_leaves_nothing(driver: Any, capture: Callable[[str], None]) -> None:

@@ -75,7 +75,7 @@ class World:
 @pytest.fixture
 def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World((seed, part_of_ten))
-    world.owner.cuda = fake_torch.cuda.Stream()
+    world.owner.cuda = fake_torch.cuda.Stream(priority=-1)
     world.owner.cuda.name = "owner"
 
     class Event:

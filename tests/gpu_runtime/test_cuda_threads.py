@@ -29,8 +29,8 @@ class InstantEvent:
         self.synchronize: Callable[[], None] = lambda: None
         self.record(stream)
 
-    def record(self, stream: object = None) -> None:
-        del stream
+    def record(self, stream: object = None, *, may_block: bool = False) -> None:
+        del stream, may_block
         self.ms = InstantEvent.now_ms
 
     def ms_until(self, later: InstantEvent) -> float:
@@ -71,14 +71,19 @@ def registry() -> Registry:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]:
-    stream = FakeStream()
+    stream, made = FakeStream(), list[int]()
+
+    def make(device: object, priority: int) -> FakeStream:
+        del device
+        made.append(priority)
+        return stream
 
     def fail(*args: Any, **more: Any) -> None:
         raise RuntimeError("the error of the call before")
 
     gpu = SimpleNamespace(
         is_available=lambda: True, device_count=lambda: 1, cudart=lambda: registry,
-        Event=InstantEvent, Stream=lambda device, **_: stream, current_stream=lambda *_: stream,
+        Event=InstantEvent, Stream=make, current_stream=lambda *_: stream,
         device=lambda device: nullcontext(), set_device=lambda device: None,
         set_stream=lambda stream: None,
     )  # fmt: skip
@@ -88,6 +93,7 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
     monkeypatch.setattr(cuda, "ReusedEvent", InstantEvent)
     monkeypatch.setattr(InstantEvent, "now_ms", 0.0)
     device = cuda.CudaDevice(Timeline())
+    assert made == [0, -1, -1], "kernels of copies do not wait for a model's"
     yield device
     device.close(LONG_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +73,31 @@ def test_every_action_ends_once() -> None:
     actions.fail_all("closed")
     assert 2 not in actions
     assert [e.action_id for e in queue.take()] == [1, 2]  # type: ignore[attr-defined]
+
+
+def test_pages_are_named_by_who_enqueued_their_copy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by control, and once: for hundreds of scattered pages it takes a tenth of a millisecond."""
+    rig = bench()
+    assert isinstance(rig.runtime, LocalGPURuntime)
+    prompt = rig.prompt(16)
+    pages, core, names = rig.make_pages(prompt), rig.runtime.core, list[str]()
+    extents_of = core.extents_of
+
+    def note(*args: Any) -> Extents:
+        names.append(threading.current_thread().name)
+        return extents_of(*args)
+
+    monkeypatch.setattr(core, "extents_of", note)
+    backup = rig.driver.backup(prompt.keys(), pages, Tier.L2)
+    rig.driver.apply(backup)
+    told = rig.driver.wait_action(backup.action_id)
+    assert isinstance(told, BackedUp)
+    restore = rig.driver.restore(told.extents)
+    rig.driver.apply(restore)
+    assert isinstance(rig.driver.wait_action(restore.action_id), Restored)
+    assert names == ["kvstrata-d2h", "kvstrata-h2d"]
 
 
 def test_a_move_ends_once(bench: Bench) -> None:

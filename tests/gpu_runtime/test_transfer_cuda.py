@@ -110,6 +110,7 @@ def there_and_back(device: Any, memory: DevicePages, host: Any, seed: int) -> No
     for slots in (np.arange(5, 5 + COUNT), rng.permutation(SLOTS)[:COUNT]):
         before, pages = bytes_of(), rng.permutation(PAGES)[:COUNT]
         chunk.fill_(0xA5)
+        torch.cuda.synchronize()
         mover.move(pages, slots, out=True, chunk=chunk)
         found = chunk.cpu().numpy()
         assert (found[slots, : memory.page_bytes] == before[pages].reshape(COUNT, -1)).all()
@@ -122,10 +123,12 @@ def there_and_back(device: Any, memory: DevicePages, host: Any, seed: int) -> No
         rest = np.setdiff1d(np.arange(PAGES), targets)
         assert (after[rest] == before[rest]).all()
     pieces = memory.layout.pieces
-    if pieces > 1:
+    mover.host[:] = rng.integers(0, 256, mover.host.shape, np.uint8)
+    for staged in (None, torch.from_numpy(mover.host).cuda()) if pieces > 1 else ():
         before, part = bytes_of(), slice(pieces // 2, pieces)
         pages = rng.permutation(len(before))[:COUNT]
-        mover.move(pages, slots, out=False, part=part)
+        torch.cuda.synchronize()
+        mover.move(pages, slots, out=False, part=part, chunk=staged)
         after = bytes_of()
         rows = mover.host[slots, : memory.page_bytes].reshape(COUNT, pieces, -1)
         assert (after[pages][:, part] == rows[:, part]).all()
