@@ -78,7 +78,7 @@ def test_every_action_ends_once() -> None:
 def test_pages_are_named_by_who_enqueued_their_copy(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by control, and once: for hundreds of scattered pages it takes a tenth of a millisecond."""
+    """Not by control, and once: hundreds of scattered pages take a tenth of a millisecond."""
     rig = bench()
     assert isinstance(rig.runtime, LocalGPURuntime)
     prompt = rig.prompt(16)
