@@ -28,7 +28,7 @@ LOOP_S = 0.3
 WALL_TURNS = 5
 """Measurements through the runtime for each of the others: they are short, and spread more."""
 COMPUTE, DECODE, DECODE_LARGE = "compute-bound", "decode-like", "decode-like, large products"
-COMPUTE_TURNS = 3
+COMPUTE_TURNS = 2
 """So many measurements beside such work for each of the others: its clocks wander by a percent,
 and what is looked for is less."""
 
