@@ -95,7 +95,7 @@ class Device(ABC):
     def check_fault(self) -> None:
         """Raise IntegrityError when the device is broken."""
         if self.fault is not None:
-            raise IntegrityError(f"the device is broken: {self.fault}") from self.fault
+            raise IntegrityError(f"the device is broken: {self.fault!r}") from self.fault
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:

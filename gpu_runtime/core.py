@@ -163,7 +163,7 @@ class RuntimeCore:
     def check_fault(self) -> None:
         fault = self.fault or self.device.fault
         if fault is not None:
-            raise IntegrityError(f"the runtime is broken: {fault}") from fault
+            raise IntegrityError(f"the runtime is broken: {fault!r}") from fault
 
     def take_events(self, timeout_s: float, wake: Wake) -> list[Event]:
         """What `poll` returns; one caller at a time."""

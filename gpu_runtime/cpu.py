@@ -6,9 +6,11 @@ between streams exists only where an event makes it, exactly as on a GPU.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -19,6 +21,9 @@ from kvstrata.gpu_runtime.base import Device, Event, Stream
 from kvstrata.gpu_runtime.timeline import Timeline
 
 logger = logging.getLogger(__name__)
+
+EXIT_S = 2.0
+"""For all streams that nobody closed to end their work when the process does."""
 
 
 class CpuEvent(Event):
@@ -63,10 +68,11 @@ class CpuStream(Stream):
         self._owner = device
         self._queue: SimpleQueue[_Work | CpuEvent | tuple[Event] | None] = SimpleQueue()
         """None is the last."""
-        self._putting = threading.Lock()
+        self._putting = threading.RLock()  # a signal's handler may close while its thread puts
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvstrata-{name}", daemon=True)
         self._thread.start()
+        _streams.add(self)
 
     def enqueue(self, work: Callable[[], None], nbytes: int = 0) -> None:
         self._put((work, nbytes))
@@ -86,7 +92,7 @@ class CpuStream(Stream):
 
     def _put(self, item: _Work | CpuEvent | tuple[Event]) -> None:
         with self._putting:
-            if self._closing:
+            if self._closing and not _exiting:
                 raise ClosedError(f"stream {self.name!r} is closed")
             self._queue.put(item)
 
@@ -125,6 +131,21 @@ class CpuStream(Stream):
         if threading.current_thread() is not self._thread:
             self._thread.join(max(0.0, deadline_s))
         return not self._thread.is_alive()
+
+
+_streams: weakref.WeakSet[CpuStream] = weakref.WeakSet()
+_exiting = False
+
+
+@atexit.register
+def _end_streams() -> None:
+    """An interpreter that goes away under a thread that is in torch aborts the process. What has
+    not begun then does not run."""
+    global _exiting  # noqa: PLW0603
+    _exiting = True
+    end_s = time.monotonic() + EXIT_S
+    for stream in list(_streams):
+        stream.close(end_s - time.monotonic())
 
 
 class CpuDevice(Device):

@@ -40,6 +40,12 @@ class PageLayout:
         """8 where everything is a multiple of it, else 1."""
         return 8 if self.is_multiple_of(8) else 1
 
+    def overlaps(self, begin: int, end: int) -> bool:
+        """Whether a byte between these addresses may be one of a page, or of what is between two
+        pages of a piece."""
+        extent = (self.pages - 1) * self.page_stride + self.piece_bytes
+        return bool(((self.starts < end) & (self.starts + extent > begin)).any())
+
     def is_multiple_of(self, nbytes: int) -> bool:
         """Whether all addresses and sizes are."""
         sizes = (self.page_stride % nbytes, self.piece_bytes % nbytes)

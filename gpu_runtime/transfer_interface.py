@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -212,6 +212,10 @@ class AdoptedPools:
                     remedy=f"name the pool: {what}={{{next(iter(self._pools))!r}: ...}}",
                     where=Where(key=what),
                 )
+        if not isinstance(groups, int):
+            raise InputError(
+                f"{groups!r} groups", remedy="give a whole number", where=Where(key="groups")
+            )
         if chunks is not None:
             self._check_chunks(chunks)
         numbers = {
@@ -266,13 +270,21 @@ class AdoptedPools:
         least = self._pools[pool].page_bytes
         shaped = host.dtype == np.uint8 and host.ndim == 2 and 0 not in host.shape
         writable = host.flags.c_contiguous and host.flags.writeable
-        if not (shaped and writable) or host.shape[1] < least:
+        word = self._pools[pool].layout.word_bytes
+        if not (shaped and writable) or host.shape[1] < least or host.shape[1] % word:
             raise ConfigError(
                 f"host pages of {pool!r} must be contiguous and writable uint8 [pages, stride], "
-                f"stride at least {least}, not {host.dtype} {host.shape}",
+                f"stride at least {least} and a multiple of {word}, not {host.dtype} {host.shape}",
                 remedy="allocate them with a stride of a page's bytes, rounded up to 4096",
                 where=Where(key=pool),
             )
+        for name, other in self._host.items():
+            if np.may_share_memory(host, other):
+                raise ConfigError(
+                    f"host pages of {pool!r} are those of {name!r} as well",
+                    remedy="allocate memory for each pool",
+                    where=Where(key=pool),
+                )
         if chunk_pages is not None and chunk_pages < 1:
             raise ConfigError(
                 f"chunks of {chunk_pages} pages",
@@ -281,13 +293,17 @@ class AdoptedPools:
             )
 
     def _check_chunks(self, chunks: Chunks) -> None:
+        taken: list[tuple[int, int]] = []
         for name, memory in self._pools.items():
             chunk: object = chunks.get(name)
             if not isinstance(chunk, torch.Tensor):
                 found = type(chunk).__name__
             elif not _can_stage(chunk, memory):
                 found = f"{chunk.dtype} {tuple(chunk.shape)} on {chunk.device}"
+            elif self._is_in_use(span := _span(chunk), taken):
+                found = "memory of a pool or of another chunk"
             else:
+                taken.append(span)
                 continue
             raise InputError(
                 f"a chunk of {name!r} must be a contiguous tensor uint8 [pages, stride] on "
@@ -296,6 +312,11 @@ class AdoptedPools:
                 remedy="allocate one for every pool, with the stride rounded up to 4096",
                 where=Where(key=name),
             )
+
+    def _is_in_use(self, span: tuple[int, int], taken: Sequence[tuple[int, int]]) -> bool:
+        return any(begin < span[1] and span[0] < end for begin, end in taken) or any(
+            memory.layout.overlaps(*span) for memory in self._pools.values()
+        )
 
     def _numbers(
         self,
@@ -330,7 +351,11 @@ class AdoptedPools:
 
 def _checked(what: str, given: Pages, limit: int, are_written: bool) -> Pages:
     """`given` as int64 of our own: of fewer bits, an address that is made of them overflows."""
-    numbers = np.asarray(given)
+    numbers: npt.NDArray[Any]
+    try:
+        numbers = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        numbers = np.empty(0, np.bool_)
     good = numbers.ndim == 1 and len(numbers) > 0 and numbers.dtype.kind in "iu"
     if not good or numbers.min() < 0 or numbers.max() >= limit:
         raise InputError(
@@ -348,14 +373,20 @@ def _checked(what: str, given: Pages, limit: int, are_written: bool) -> Pages:
 
 
 def _can_stage(chunk: torch.Tensor, memory: DevicePages) -> bool:
-    shaped = (chunk.dtype, chunk.dim(), chunk.device) == (torch.uint8, 2, memory.device)
+    if chunk.layout is not torch.strided or chunk.dim() != 2 or chunk.is_neg():
+        return False
+    starts = (chunk.data_ptr(), chunk.storage_offset(), chunk.shape[1])
     return (
-        shaped
-        and chunk.is_contiguous()
+        (chunk.dtype, chunk.device) == (torch.uint8, memory.device)
+        and chunk.stride() == (chunk.shape[1], 1)
         and chunk.shape[1] >= memory.page_bytes
-        and chunk.shape[1] % CHUNK_ALIGNMENT == 0
-        and chunk.data_ptr() % CHUNK_ALIGNMENT == 0
+        and not any(start % CHUNK_ALIGNMENT for start in starts)
     )
+
+
+def _span(chunk: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last."""
+    return chunk.data_ptr(), chunk.data_ptr() + chunk.numel()
 
 
 def _part(pieces: int, group: int, groups: int) -> slice:

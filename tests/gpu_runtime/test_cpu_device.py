@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvstrata.errors import ClosedError, IntegrityError
 from kvstrata.gpu_runtime import CpuDevice, Stream, Timeline
+from kvstrata.gpu_runtime.cpu import CpuStream
 from kvstrata.gpu_runtime.testing import Gate
 
 WAIT_S = 20.0
@@ -194,3 +199,32 @@ def test_a_stream_that_broke_keeps_no_other_waiting() -> None:
     assert device.close(WAIT_S)
     assert time.monotonic() - started_s < WAIT_S / 2
     assert not ran
+
+
+def test_a_handler_may_close_while_its_thread_enqueues(device: CpuDevice) -> None:
+    stream = device.d2h
+    assert isinstance(stream, CpuStream)
+    with stream._putting:  # where the signal came
+        assert stream.close(WAIT_S)
+
+
+def test_a_process_may_end_without_close() -> None:
+    """Its threads are in torch then; what they have begun ends, and nothing aborts."""
+    script = """
+import torch
+from kvstrata.gpu_runtime import CpuDevice, Timeline
+device = CpuDevice(Timeline())
+pages = torch.zeros(1 << 24, dtype=torch.uint8)
+def work():
+    pages.add_(pages)
+    device.d2h.enqueue(work)  # one without end
+for _ in range(100):
+    device.d2h.enqueue(work)
+device.d2h.record().wait()
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(root / "src")}, timeout=WAIT_S * 3,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

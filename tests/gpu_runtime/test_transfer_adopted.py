@@ -156,6 +156,8 @@ def test_chunks_that_cannot_be_used_are_refused(pools: Any) -> None:
         {"kv": flat[: SLOTS * 16].view(SLOTS, 16)},
         {"kv": good.to("meta")},
         {"kv": good.numpy()},
+        {"kv": torch.zeros(8, 4112, dtype=torch.uint8)[:1, :4096]},
+        {"kv": torch.eye(8, dtype=torch.uint8).to_sparse()},
     ):
         with pytest.raises(InputError, match="a chunk of 'kv' must be") as caught:
             transfers.copy_in(some, some, chunks=chunks)
@@ -171,6 +173,32 @@ def test_the_example_of_the_documentation() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/architecture.md").read_text()
     (code,) = re.findall(r"```python\n(.*?AdoptedPools.*?)```", text, re.DOTALL)
     exec(compile(code, "docs/architecture.md", "exec"), {})
+
+
+def test_memory_that_is_used_twice_is_refused(pools: Any) -> None:
+    """Else one copy writes over what another one moves, and nobody is told."""
+    tensors = {name: layers(PAGES, 4, 8) for name in ("a", "b")}
+    memory = {name: adopt(some, page_axis=0) for name, some in tensors.items()}
+    transfers, some = pools(**memory), {"a": np.arange(2), "b": np.arange(2)}
+    chunk = torch.zeros(3 * SLOTS, 4096, dtype=torch.uint8)
+    pool = torch.zeros(4, 4096, dtype=torch.uint8)
+    for a, b in ((chunk, chunk), (chunk[:SLOTS], chunk[SLOTS - 1 : 2 * SLOTS])):
+        with pytest.raises(InputError, match="memory of a pool or of another chunk"):
+            transfers.copy_out(some, some, chunks={"a": a, "b": b})
+    ended(transfers.copy_out(some, some, chunks={"a": chunk[:SLOTS], "b": chunk[SLOTS:]}))
+    own = pools(kv=adopt([pool], page_axis=0))
+    with pytest.raises(InputError, match="memory of a pool or of another chunk"):
+        own.copy_out({"kv": np.arange(1)}, {"kv": np.array([3])}, chunks={"kv": pool})
+    host = np.zeros((SLOTS, 4096), np.uint8)
+    transfers.pin("a", host)
+    with pytest.raises(ConfigError, match="those of 'a' as well"):
+        transfers.pin("b", host[2:])
+    with pytest.raises(ConfigError, match="multiple of 8"):
+        transfers.pin("b", np.zeros((4, memory["b"].page_bytes + 4), np.uint8))
+    with pytest.raises(InputError, match="groups"):
+        transfers.copy_in(some, some, groups=1.0)
+    with pytest.raises(InputError, match="are not integers"):
+        transfers.copy_in({"a": [[0], [1, 2]], "b": [0, 1]}, some)
 
 
 def test_nothing_is_taken_after_the_end(pools: Any) -> None:
