@@ -96,6 +96,8 @@ class PageTable:
         Not those that a request's row still uses: they wait for control, so control must not wait
         for them.
         """
+        if not self._leaving:
+            return 0
         pages = self._leaving_pages()
         if self.tier is Tier.L1:
             pages = pages[self._holds[pages] == self._backups[pages]]
@@ -104,6 +106,8 @@ class PageTable:
     @property
     def stuck(self) -> int:
         """Those of `freeing` that a backend holds beyond its deadline: nobody knows until when."""
+        if not self._leaving:
+            return 0
         pages = self._leaving_pages()
         late = (self._state[pages] == PageState.QUARANTINED) | self._stranded[pages]
         return int(np.count_nonzero(late))

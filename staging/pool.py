@@ -180,7 +180,7 @@ class PinnedHostBufferPool:
             return  # a grant callback freed pages: the loop below goes on
         self._granting = True
         try:
-            while (request := self._waiting.next(self._room())) is not None:
+            while self._waiting and (request := self._waiting.next(self._room())) is not None:
                 self._grant(request)
         finally:
             self._granting = False

@@ -42,6 +42,10 @@ class Waiting:
         self.lends: deque[SlotRequest] = deque()
         self.writes: deque[SlotRequest] = deque()
 
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self.loads or self.lends or self.writes)
+
     def all(self) -> list[SlotRequest]:
         return [*self.loads, *self.lends, *self.writes]
 
