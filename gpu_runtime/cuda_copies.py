@@ -278,13 +278,7 @@ class CudaCopies:
         return first, offset + copy.slots[first] * copy.host_step, count * nbytes
 
     def _move(
-        self,
-        number: int,
-        copy: PageCopy,
-        some: slice,
-        step: _Step,
-        *,
-        page_bytes: int,
+        self, number: int, copy: PageCopy, some: slice, step: _Step, *, page_bytes: int
     ) -> None:
         """Gather pages, or scatter them, on the stream of the kernels: one behind the other in the
         chunk of `step`, or in their places in one on the device. `page_bytes`: from a page there to
