@@ -138,7 +138,7 @@ def check_device(machine: Machine, config: Config | None) -> Iterator[Check]:
                 "check nvidia-smi, CUDA_VISIBLE_DEVICES",
             )
         else:
-            text, remedy = "no NVIDIA driver", "install one, or run on the CPU device"
+            text, remedy = "no NVIDIA driver", "install the driver, or run on the CPU device"
         yield Check("device", "GPU", status, f"none: {text}; L1 is in host memory", remedy)
         return
     for i, (name, free, total) in enumerate(found["gpus"]):

@@ -49,6 +49,9 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("transfer_interface", "AdoptedPools.fence", "wait_event"): (
         "pools of another engine: the tests of the transfer interface, not of the runtime"
     ),
+    ("transfer_interface", "AdoptedPools._copy", "on_complete"): (
+        "lets go of a chunk's memory; without it the memory only stays longer"
+    ),
     ("transfer_interface", "Transfer.on_complete", "on_complete"): (
         "hands the engine's callback on; nothing of the runtime waits for it"
     ),
