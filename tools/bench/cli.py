@@ -38,7 +38,7 @@ def control(
 @app.command()
 def transfer(
     size: Annotated[str, typer.Option(help="How much a copy moves.")] = "1GiB",
-    repeats: Annotated[int, typer.Option(min=1, help="How often each is measured, in turns.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, in turns.")] = 5,
     only: Annotated[str, typer.Option(help="Geometries with this in their names.")] = "",
     lmcache: Annotated[
         Path | None, typer.Option(help="Folder with LMCache's c_ops, if it is not installed.")
@@ -75,7 +75,7 @@ def transfer(
 @app.command()
 def storage(
     backend: Annotated[str, typer.Option(help="Which one: mooncake.")] = "mooncake",
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is measured, in turns.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way, in turns.")] = 9,
     size: Annotated[
         str, typer.Option(help="Payload of a round and page size: several jobs of 128 MiB.")
     ] = "512MiB",
