@@ -226,6 +226,12 @@ class Job:
         self.is_probe = False
         """A lookup of the worker's own; not counted with those of others."""
 
+    def advance(self, items: int) -> None:
+        """So many more have been handled: what is behind them may fail as often again."""
+        self.next += items
+        if items:
+            self.attempts = 0
+
     def next_items(self, most: int) -> Sequence[Any]:
         """What its next call is about: at most `most` items, and CALL_BYTES of payload, where all
         pages are as large as the next one: they are of one component."""

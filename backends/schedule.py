@@ -214,8 +214,7 @@ class Schedule(JobBook):
         results = chunk.results
         failed = next((i for i, r in enumerate(results) if r.outcome in RETRYABLE), None)
         if failed is not None:
-            job.next += failed
-            job.attempts *= failed == 0  # what went well begins anew
+            job.advance(failed)
             if self._try_again(job, results[failed].outcome, now):
                 job.results.extend(results[:failed])
                 return
@@ -238,8 +237,7 @@ class Schedule(JobBook):
         if stored == len(chunk.results):
             self._advance(job, chunk.items, now)
             return
-        job.next += stored
-        job.attempts *= stored == 0
+        job.advance(stored)
         first = chunk.results[stored]
         wait = first.outcome is Outcome.FULL and self.settings.on_full == "block"
         if wait and not self._closing:
@@ -254,8 +252,7 @@ class Schedule(JobBook):
 
     def _advance(self, job: Job, items: int, now: float) -> None:
         """The next chunk of `job`, if there is one; more urgent jobs may come in between."""
-        job.next += items
-        job.attempts = 0
+        job.advance(items)
         if job.next >= job.limit:
             self._end(job, Outcome.PARENT_MISSING if job.limit < len(job.items) else None)
         elif self._closing:

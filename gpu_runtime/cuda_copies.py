@@ -291,8 +291,8 @@ class CudaCopies:
                 numbers[count : 2 * count] = copy.slots[some]
                 first = pieces.start * copy.memory.layout.piece_bytes
                 at = (copy.host_address + first - step.address) // word
-            header = count, pieces.start, len(pieces), page_bytes // word, at
-            step.numbers[: len(header) + 1] = *header, copy.is_staged_on_device
+            header = (count, pieces.start, len(pieces), page_bytes // word, at)
+            step.numbers[:6] = *header, copy.is_staged_on_device
             cuda_driver.launch(step.graphs[number], self._kernels.cuda_stream)
         else:
             with torch.cuda.stream(self._kernels):

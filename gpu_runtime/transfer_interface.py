@@ -7,7 +7,6 @@ knowledge, told with `fence` and asked for with `Transfer.join`.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -143,9 +142,8 @@ class AdoptedPools:
     def __init__(self, pools: Mapping[str, DevicePages], device: Device) -> None:
         self._pools, self._device = dict(pools), device
         self._host: dict[str, npt.NDArray[np.uint8]] = {}
-        self._lent: dict[int, Chunks] = {}
+        self._lent: dict[CopyResult, Chunks] = {}
         """Chunks of transfers under way: their memory is not given away before the end."""
-        self._numbers_of_lends = itertools.count()
         self._closed = False
         self._queues = CopyQueues(device)
         with ExitStack() as undo:
@@ -237,9 +235,8 @@ class AdoptedPools:
         result = CopyResult()
         events = self._queues.add(copies, priority, result, out=out)
         if chunks is not None:
-            number = next(self._numbers_of_lends)
-            self._lent[number] = dict(chunks)
-            events[-1].on_complete(lambda: self._lent.__delitem__(number))
+            self._lent[result] = dict(chunks)
+            events[-1].on_complete(lambda: self._lent.__delitem__(result))
         return Transfer(self._device, result, events)
 
     # ── what is given ────────────────────────────────────────────────────────────────────────────

@@ -98,6 +98,19 @@ def pool(rng: np.random.Generator, layers: int, pages: int, piece: int) -> tuple
     return adopt([torch.from_numpy(layer) for layer in raw], page_axis=0), raw
 
 
+def after(host: Any, device: Any, part: slice, moved: tuple[Any, Any], *, out: bool) -> Any:
+    """Bytes of host pages and of `device`, as `pool` gives them, when pages and slots `moved`."""
+    (pages, slots), (layers, _, piece) = moved, device.shape
+    want_host, want_device = host.copy(), device.copy()
+    for j in range(layers)[part]:
+        here = (slots, slice(j * piece, (j + 1) * piece))
+        if out:
+            want_host[here] = device[j][pages]
+        else:
+            want_device[j][pages] = host[here]
+    return want_host, want_device
+
+
 @pytest.mark.parametrize("part_of_ten", range(10))
 def test_every_byte_goes_where_it_should(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, seed: int, part_of_ten: int
@@ -126,20 +139,14 @@ def test_every_byte_goes_where_it_should(
         places = rng.permutation(slots)[:n] if rng.integers(2) else np.arange(slots)[-n:]
         begin = int(rng.integers(layers))
         part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
-        want_host, want_device = host.copy(), device.copy()
-        for j in range(layers)[part]:
-            here = (places, slice(j * piece, (j + 1) * piece))
-            if out:
-                want_host[here] = device[j][numbers]
-            else:
-                want_device[j][numbers] = host[here]
+        want = after(host, device, part, (numbers, places), out=out)
         is_chunk = stride % 16 == 0 and rng.integers(2)
         there: Any = torch.from_numpy(host) if is_chunk else host
         copy = PageCopy(memory, numbers, there, places, part)
         for one in slices_of(copy, int(rng.choice([1, memory.page_bytes * 3, 1 << 30]))):
             copies.copy(one)
-        assert (host == want_host).all()
-        assert (device == want_device).all()
+        assert (host == want[0]).all()
+        assert (device == want[1]).all()
 
 
 @pytest.mark.parametrize("piece", [64, 65536])
@@ -243,11 +250,8 @@ def test_orders_say_where_the_bytes_are(
     rng = np.random.default_rng((seed, part_of_ten))
     for _ in range(20):
         monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 3, 2048])))
-        out, layers, pages = (
-            bool(rng.integers(2)),
-            int(rng.integers(1, 5)),
-            int(rng.integers(1, 30)),
-        )
+        out, layers = bool(rng.integers(2)), int(rng.integers(1, 5))
+        pages = int(rng.integers(1, 30))
         memory, device = pool(rng, layers, pages, int(rng.choice([16, 80, 4096])))
         slots = pages + int(rng.integers(20))
         host = rng.integers(0, 256, (slots, memory.page_bytes + 16), np.uint8)
@@ -258,17 +262,10 @@ def test_orders_say_where_the_bytes_are(
         n, begin = int(rng.integers(1, pages + 1)), int(rng.integers(layers))
         part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
         numbers, places = rng.permutation(pages)[:n], rng.permutation(slots)[:n]
-        want_host, want_device = host.copy(), device.copy()
-        piece = memory.layout.piece_bytes
-        for j in range(layers)[part]:
-            here = (places, slice(j * piece, (j + 1) * piece))
-            if out:
-                want_host[here] = device[j][numbers]
-            else:
-                want_device[j][numbers] = host[here]
+        want = after(host, device, part, (numbers, places), out=out)
         copies.copy(PageCopy(memory, numbers, staged, places, part))
-        assert (host == want_host).all()
-        assert (device == want_device).all()
+        assert (host == want[0]).all()
+        assert (device == want[1]).all()
 
 
 def count_from(first: int) -> Callable[[object], int]:

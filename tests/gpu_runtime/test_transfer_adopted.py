@@ -15,6 +15,7 @@ from kvstrata.errors import ClosedError, ConfigError, InputError
 from kvstrata.gpu_runtime import AdoptedPools, CpuDevice, DevicePages, Timeline, Transfer, adopt
 from kvstrata.gpu_runtime.device_pages import PageCopy, host_runs
 from kvstrata.gpu_runtime.testing import Gate
+from kvstrata.staging import aligned
 
 PAGES, SLOTS = 12, 10
 
@@ -126,8 +127,8 @@ def test_chunks_on_the_device(pools: Any, name: str, groups: int) -> None:
     make, how, page = LAYOUTS[name]
     tensors = make()
     memory = adopt(tensors, **how)
-    transfers, stride = pools(kv=memory), memory.page_bytes + 4096 - memory.page_bytes % 4096
-    chunk = torch.full((SLOTS, stride), 0xA5, dtype=torch.uint8)
+    transfers = pools(kv=memory)
+    chunk = torch.full((SLOTS, aligned(memory.page_bytes + 1)), 0xA5, dtype=torch.uint8)
     out, slots, back = np.array([7, 0, 11]), np.array([2, 9, 3]), np.array([1, 5, 4])
     before = {p: raw(page(tensors, p)) for p in range(PAGES)}
     ended(transfers.copy_out({"kv": out}, {"kv": slots}, chunks={"kv": chunk}))
