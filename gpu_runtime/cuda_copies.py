@@ -27,17 +27,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
+from kvstrata.gpu_runtime.cuda_chunks import ChunkLoop, Step, compiled
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
@@ -76,30 +75,6 @@ ORDER_PAGES = 2048
 """Most pages of one chunk."""
 
 
-@dataclass(eq=False, slots=True)
-class _Step:
-    """What one chunk's turn needs, again and again: an order for the kernel, and two events."""
-
-    chunk: torch.Tensor
-    pinned: torch.Tensor
-    """The order, as the host writes it: int64 [HEADER + 2 * ORDER_PAGES]."""
-    order: torch.Tensor
-    moved: ReusedEvent
-    """Behind the kernel."""
-    bussed: ReusedEvent
-    """Behind the copy engine."""
-    numbers: npt.NDArray[np.int64] = field(init=False)
-    """`pinned`."""
-    address: int = field(init=False)
-    """Of `chunk`."""
-    captured: list[torch.cuda.CUDAGraph] = field(default_factory=list)
-    graphs: list[int] = field(default_factory=list)
-    """The kernel with this chunk and order, by the number of the memory: what can be launched."""
-
-    def __post_init__(self) -> None:
-        self.numbers, self.address = self.pinned.numpy(), self.chunk.data_ptr()
-
-
 class CudaCopies:
     """One direction of one GPU. Called by the thread of its stream only, which is current.
 
@@ -127,10 +102,11 @@ class CudaCopies:
             (self._follower, owner.cuda) if out else (owner.cuda, self._follower)
         )
         owner.followers.append(self._follower)
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._turn = 0
         self._known: list[tuple[DevicePages, torch.Tensor]] = []
         """Memory that was prepared, and where its pieces start: int64 words, on the device."""
+        self._loop: ChunkLoop | None = None
         self.batched = cuda_driver.has_batches()
 
     @property
@@ -174,7 +150,10 @@ class CudaCopies:
                 where=Where(key="device.chunk_bytes"),
                 remedy="make pages smaller, or chunks larger",
             )
-        self._steps = self._steps or self._new_steps()
+        if not self._steps:
+            self._steps = self._new_steps()
+            if HAS_TRITON and self.batched and compiled() is not None:
+                self._loop = ChunkLoop(self._steps, header=HEADER, most_pages=ORDER_PAGES)
         starts = memory.layout.starts - memory.layout.starts[0]
         words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
         captured = self._capture(memory, words) if HAS_TRITON else []
@@ -182,6 +161,8 @@ class CudaCopies:
         for step, (graph, kernel) in zip(self._steps, captured, strict=False):
             step.captured.append(graph)
             step.graphs.append(kernel)
+        if self._loop is not None:
+            self._loop.add_kernels([kernel for _, kernel in captured])
         self._known.append((memory, words))
 
     def close(self) -> None:
@@ -227,7 +208,15 @@ class CudaCopies:
             len(copy.pieces) * copy.memory.layout.piece_bytes,
         )
         borders = self._borders(len(copy.pages), nbytes)
-        places, here, lengths = self._host_runs(copy, nbytes, borders)
+        joins = nbytes == copy.memory.page_bytes == copy.host_step
+        if self._loop is not None:
+            self._turn, code = self._loop.run(
+                copy, borders, number, self._turn, nbytes=nbytes, joins=joins,
+                out=self._out, kernels=self._kernels.cuda_stream, bus=self._bus.cuda_stream,
+            )  # fmt: skip
+            cuda_driver.check(code, "a copy through chunks")
+            return
+        places, here, lengths = self._host_runs(copy, nbytes, borders, joins=joins)
         for at, end in pairwise(borders):
             before = self._steps[self._turn - 2]  # the last one with this chunk
             step = self._next_step()
@@ -246,7 +235,7 @@ class CudaCopies:
                 step.bussed.hold_back(self._kernels)
                 self._move(number, copy, slice(at, end), step, page_bytes=nbytes)
 
-    def _next_step(self) -> _Step:
+    def _next_step(self) -> Step:
         step = self._steps[self._turn]
         self._turn = (self._turn + 1) % self._ring
         step.moved.synchronize()  # long ago, as a rule: then its order may be written again
@@ -266,19 +255,18 @@ class CudaCopies:
 
     @staticmethod
     def _host_runs(
-        copy: PageCopy, nbytes: int, borders: list[int]
+        copy: PageCopy, nbytes: int, borders: list[int], *, joins: bool
     ) -> tuple[Numbers, Numbers, Numbers]:
         """What single copies can cover of the host side, `nbytes` of each page, none across one of
         `borders`: first places in `copy.slots`, addresses, lengths in bytes."""
-        whole = nbytes == copy.memory.page_bytes == copy.host_step
         first, count = host_runs(
-            copy.slots, copy.memory.host_chunk_pages, joined=whole, borders=borders
+            copy.slots, copy.memory.host_chunk_pages, joined=joins, borders=borders
         )
         offset = copy.host_address + copy.pieces.start * copy.memory.layout.piece_bytes
         return first, offset + copy.slots[first] * copy.host_step, count * nbytes
 
     def _move(
-        self, number: int, copy: PageCopy, some: slice, step: _Step, *, page_bytes: int
+        self, number: int, copy: PageCopy, some: slice, step: Step, *, page_bytes: int
     ) -> None:
         """Gather pages, or scatter them, on the stream of the kernels: one behind the other in the
         chunk of `step`, or in their places in one on the device. `page_bytes`: from a page there to
@@ -299,7 +287,7 @@ class CudaCopies:
                 self._move_by_torch(copy.some(some), step)
         step.moved.record(self._kernels)
 
-    def _move_by_torch(self, copy: PageCopy, step: _Step) -> None:
+    def _move_by_torch(self, copy: PageCopy, step: Step) -> None:
         memory, index = copy.memory, torch.from_numpy(copy.pages).to(self._device)
         if copy.is_staged_on_device:
             (memory.gather if self._out else memory.scatter)(copy)
@@ -328,13 +316,13 @@ class CudaCopies:
         """Of memory that is prepared."""
         return next(n for n, (known, _) in enumerate(self._known) if known is memory)
 
-    def _new_steps(self) -> list[_Step]:
+    def _new_steps(self) -> list[Step]:
         chunks = [
             torch.empty(self._chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         ]
         numbers = HEADER + 2 * ORDER_PAGES
         return [
-            _Step(
+            Step(
                 chunks[i % 2],
                 torch.zeros(numbers, dtype=torch.int64, pin_memory=True),
                 torch.zeros(numbers, dtype=torch.int64, device=self._device),
@@ -351,7 +339,7 @@ class CudaCopies:
         layout, pool = memory.layout, memory.first_word
         grid = torch.cuda.get_device_properties(self._device).multi_processor_count
 
-        def launch(step: _Step) -> None:
+        def launch(step: Step) -> None:
             fetch_order(step.pinned, step.order)
             move_pieces(
                 pool,

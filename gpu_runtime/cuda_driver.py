@@ -56,21 +56,23 @@ class _Batches:
         name, self._failed = "cuMemcpyBatchAsync_v2", tuple[Any, ...]()
         if not hasattr(_driver(), name):
             name, self._failed = "cuMemcpyBatchAsync", (ctypes.byref(ctypes.c_size_t()),)
-        self._long: Any = getattr(_driver(), name)
+        self.long: Any = getattr(_driver(), name)
         self._short: Any = getattr(_driver(keeps_lock=True), name)
         attributes, first = np.zeros(1, _ATTRIBUTES), np.zeros(1, np.uint64)
         attributes["source_order"] = _ORDER_OF_STREAM
         self._kept = attributes, first
-        self._attributes, self._first = _pointer(attributes), _pointer(first)
+        self._attributes, self._first = pointer(attributes), pointer(first)
+        self.tells_failed = bool(self._failed)
+        self.constants = attributes.ctypes.data, first.ctypes.data
         self._one = ctypes.c_size_t(1)
 
     def __call__(self, targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int) -> int:
-        call = self._long if len(targets) >= LONG_BATCH else self._short
+        call = self.long if len(targets) >= LONG_BATCH else self._short
         return int(
             call(
-                _pointer(targets),
-                _pointer(sources),
-                _pointer(nbytes),
+                pointer(targets),
+                pointer(sources),
+                pointer(nbytes),
                 ctypes.c_size_t(len(targets)),
                 self._attributes,
                 self._first,
@@ -106,9 +108,19 @@ def copy_batch(
     if not len(targets):
         return
     one_call = _batches() if batched else None
-    code = (one_call or _one_by_one)(targets, sources, nbytes, stream)
-    if code:
-        raise CudaCopyError(f"the CUDA driver refused a copy: error {code}")
+    check((one_call or _one_by_one)(targets, sources, nbytes, stream), "a copy")
+
+
+def addresses() -> Numbers:
+    """For C code that calls the driver itself: of cuEventRecord, cuStreamWaitEvent, cuGraphLaunch,
+    cuEventSynchronize and the call for many copies; whether that also takes where to tell which one
+    failed; and its attributes, and where these begin. Only if `has_batches`."""
+    batches = _batches()
+    assert batches is not None
+    names = ("cuEventRecord", "cuStreamWaitEvent", "cuGraphLaunch", "cuEventSynchronize")
+    calls = [getattr(_driver(), name) for name in names] + [batches.long]
+    found = [ctypes.cast(call, ctypes.c_void_p).value for call in calls]
+    return np.array([*found, batches.tells_failed, *batches.constants], np.int64)
 
 
 def record(event: int, stream: int) -> None:
@@ -125,8 +137,7 @@ def wait(stream: int, event: int) -> None:
 def has_passed(event: int) -> bool:
     """cuEventQuery."""
     code = int(_driver(keeps_lock=True).cuEventQuery(ctypes.c_void_p(event)))
-    if code not in (0, _NOT_READY):
-        raise CudaCopyError(f"the CUDA driver refused cuEventQuery: error {code}")
+    check(0 if code == _NOT_READY else code, "cuEventQuery")
     return code == 0
 
 
@@ -149,9 +160,13 @@ def destroy(graph: int) -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_driver(keeps_lock=True), name)(*arguments)
+    check(getattr(_driver(keeps_lock=True), name)(*arguments), name)
+
+
+def check(code: int, what: str) -> None:
+    """Raises CudaCopyError unless `code` is that of success."""
     if code:
-        raise CudaCopyError(f"the CUDA driver refused {name}: error {code}")
+        raise CudaCopyError(f"the CUDA driver refused {what}: error {code}")
 
 
 def _one_by_one(targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int) -> int:
@@ -163,6 +178,7 @@ def _one_by_one(targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int
     return 0
 
 
-def _pointer(array: npt.NDArray[np.generic]) -> ctypes.c_void_p:
+def pointer(array: npt.NDArray[np.generic]) -> ctypes.c_void_p:
+    """For a call that reads or writes it; the caller keeps it alive."""
     assert array.flags.c_contiguous, "the driver reads it as a C array"
     return ctypes.c_void_p(array.ctypes.data)

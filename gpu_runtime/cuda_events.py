@@ -20,7 +20,8 @@ class ReusedEvent:
         make: Any = torch.cuda.Event
         self._torch = make(blocking=blocking, enable_timing=timing)
         self._torch.record(stream)  # torch makes it now
-        self._handle = int(self._torch.cuda_event)
+        self.handle = int(self._torch.cuda_event)
+        """As the driver knows it."""
 
     def record(self, stream: torch.cuda.Stream, *, may_block: bool = False) -> None:
         """`may_block`: others fill this stream, so that the driver may wait for room. Then the lock
@@ -28,14 +29,14 @@ class ReusedEvent:
         if may_block:
             self._torch.record(stream)
         else:
-            cuda_driver.record(self._handle, stream.cuda_stream)
+            cuda_driver.record(self.handle, stream.cuda_stream)
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
         """What `stream` does next waits for the event."""
-        cuda_driver.wait(stream.cuda_stream, self._handle)
+        cuda_driver.wait(stream.cuda_stream, self.handle)
 
     def has_passed(self) -> bool:
-        return cuda_driver.has_passed(self._handle)
+        return cuda_driver.has_passed(self.handle)
 
     def synchronize(self) -> None:
         if not self.has_passed():

@@ -81,7 +81,7 @@ def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "HAS_TRITON": False, "cuda_driver": driver,
-        "DIRECT_BYTES": PIECES[-2],
+        "DIRECT_BYTES": PIECES[-2], "compiled": lambda: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value)
     return driver

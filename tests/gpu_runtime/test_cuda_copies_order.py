@@ -125,7 +125,7 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
     )  # fmt: skip
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver,
-        "HAS_TRITON": True, "HEADER": 8,
+        "HAS_TRITON": True, "HEADER": 8, "compiled": lambda: None,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000, "FIRST_CHUNK_BYTES": 300,
     }.items():  # fmt: skip

@@ -27,7 +27,7 @@ CHUNK_PAGES = 7
 HOST_BYTES = 64 << 20
 
 
-@pytest.fixture(params=["as it is", "one by one", "without triton"])
+@pytest.fixture(params=["as it is", "by Python", "one by one", "without triton"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A device with tiny chunks; in turn without what a driver or an installation may lack."""
     from kvstrata.gpu_runtime import cuda_copies
@@ -35,6 +35,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     if request.param == "without triton":
         monkeypatch.setattr(cuda_copies, "HAS_TRITON", False)
+    elif request.param == "by Python":
+        monkeypatch.setattr(cuda_copies, "compiled", lambda: None)
     device = CudaDevice(Timeline(), chunk_bytes=600_000)
     if request.param == "one by one":
         device._copies_in.batched = device._copies_out.batched = False

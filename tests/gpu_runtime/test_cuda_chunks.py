@@ -1,0 +1,203 @@
+"""The compiled loop over chunks makes the calls that Python makes, one by one, without a GPU.
+
+`test_cuda_copies.py` and `test_cuda_copies_order.py` say that Python's are right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstrata.gpu_runtime import adopt, cuda_chunks, cuda_copies, cuda_driver
+from kvstrata.gpu_runtime.cuda_copies import CudaCopies
+from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
+from kvstrata.gpu_runtime.device_pages import PageCopy
+
+HEADER, REFUSED = 8, 700
+NUMBER = ctypes.c_int64
+
+
+class World:
+    """A driver that notes its calls, for Python and for C; `calls_left` until it refuses one."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.calls_left = 0
+        self.orders: dict[int, Any] = {}
+        """By graph: the order that its kernel reads."""
+        self.handles: Iterator[int] = itertools.count(1000)
+        self._kept: list[object] = []
+
+    def call(self, *what: object) -> int:
+        self.calls.append(what)
+        self.calls_left -= 1
+        return REFUSED if self.calls_left == 0 else 0
+
+    def launch(self, graph: int, stream: int) -> int:
+        order = self.orders[graph]
+        count = int(order[0])
+        return self.call("launch", graph, stream, *order[:6].tolist(), *order[8 : 8 + count])
+
+    def copy_batch(self, targets: Any, sources: Any, nbytes: Any, stream: int) -> int:
+        numbers = tuple(tuple(int(n) for n in array) for array in (targets, sources, nbytes))
+        return self.call("copy", stream, *numbers)
+
+    def addresses(self, *, tells_failed: bool) -> Any:
+        """As `cuda_driver.addresses` has them."""
+
+        def batch(to: int, of: int, lengths: int, n: int, *rest: int) -> int:
+            arrays = [(NUMBER * n).from_address(at) for at in (to, of, lengths)]
+            assert rest[:3] == (11, 22, 1)
+            assert len(rest) == 4 + tells_failed
+            return self.copy_batch(*arrays, rest[-1])
+
+        kinds: list[tuple[Callable[..., int], int]] = [
+            (lambda event, stream: self.call("record", event, stream), 2),
+            (lambda stream, event, flags: self.call("wait", stream, event) + flags, 3),
+            (self.launch, 2),
+            (lambda event: self.call("synchronize", event), 1),
+            (batch, 9 if tells_failed else 8),
+        ]
+        callbacks = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *[NUMBER] * count)(function) for function, count in kinds
+        ]
+        self._kept += callbacks
+        found = [ctypes.cast(callback, ctypes.c_void_p).value for callback in callbacks]
+        return np.array([*found, tells_failed, 11, 22], np.int64)
+
+
+@pytest.fixture(params=[False, True], ids=["copies", "copies and failures"])
+def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> World:
+    world = World()
+
+    class Event:
+        passed = False
+
+        def __init__(self, _: Any, **__: bool) -> None:
+            self.handle = next(world.handles)
+
+        def record(self, stream: Any) -> None:
+            cuda_driver.check(world.call("record", self.handle, stream.cuda_stream), "it")
+
+        def hold_back(self, stream: Any) -> None:
+            cuda_driver.check(world.call("wait", stream.cuda_stream, self.handle), "it")
+
+        def synchronize(self) -> None:
+            cuda_driver.check(world.call("synchronize", self.handle), "it")
+
+        def has_passed(self) -> bool:
+            return self.passed
+
+    def copy_batch(targets: Any, sources: Any, nbytes: Any, stream: int, **_: Any) -> None:
+        cuda_driver.check(world.copy_batch(targets, sources, nbytes, stream), "it")
+
+    driver = SimpleNamespace(
+        CudaCopyError=CudaCopyError, has_batches=lambda: True, copy_batch=copy_batch,
+        instantiate=lambda _: next(world.handles), destroy=lambda _: None, check=cuda_driver.check,
+        launch=lambda graph, stream: cuda_driver.check(world.launch(graph, stream), "it"),
+    )  # fmt: skip
+    fake_torch.cuda.Stream = lambda priority: SimpleNamespace(
+        cuda_stream=7, priority=priority, synchronize=lambda: None
+    )
+    for name, value in {
+        "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver, "HAS_TRITON": True,
+        "HEADER": HEADER, "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
+        "_no_collection": nullcontext,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(cuda_copies, name, value, raising=False)
+    numbers = world.addresses(tells_failed=request.param)
+    monkeypatch.setattr(cuda_driver, "addresses", lambda: numbers)
+    return world
+
+
+def made(world: World, memories: list[Any], *, out: bool, chunk_bytes: int) -> CudaCopies:
+    world.handles = itertools.count(1000)
+    owner: Any = SimpleNamespace(cuda=SimpleNamespace(cuda_stream=5), followers=[])
+    copies = CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, ring=4)
+    for memory in memories:
+        copies.prepare(memory)
+    for step in copies._steps:
+        world.orders |= dict.fromkeys(step.graphs, step.numbers)
+    world.handles = itertools.repeat(1)  # of an event that a failure makes
+    return copies
+
+
+def noted(world: World, run: Callable[[], None]) -> list[tuple[object, ...]]:
+    world.calls.clear()
+    try:
+        run()
+    except CudaCopyError as error:
+        world.calls.append((str(REFUSED) in str(error),))
+    return list(world.calls)
+
+
+@pytest.mark.parametrize("part_of_ten", range(10))
+def test_calls_are_those_that_python_makes(
+    world: World, monkeypatch: pytest.MonkeyPatch, seed: int, part_of_ten: int
+) -> None:
+    """Random pools, parts, chunks, regions and host pages, of which a call is refused or none."""
+    rng = np.random.default_rng((seed, part_of_ten))
+    for _ in range(15):
+        pages, slots = int(rng.integers(1, 40)), int(rng.integers(40, 60))
+        layers = int(rng.integers(1, 5))
+        memories = [
+            adopt([torch.zeros((pages, size), dtype=torch.uint8)] * layers, page_axis=0)
+            for size in rng.choice([16, 24, 80], 2)
+        ]
+        monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 3, 2048])))
+        out, chunk_bytes = bool(rng.integers(2)), 80 * layers * int(rng.integers(1, 9))
+        copies = made(world, memories, out=out, chunk_bytes=chunk_bytes)
+        loop = copies._loop
+        assert loop is not None
+        for _ in range(6):
+            memory = memories[rng.integers(2)]
+            memory.host_chunk_pages = int(rng.integers(1, slots))
+            host = np.zeros((slots, memory.page_bytes + int(rng.choice([0, 16]))), np.uint8)
+            count, begin = int(rng.integers(1, pages + 1)), int(rng.integers(layers))
+            part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
+            places = np.sort(rng.permutation(slots)[:count])
+            copy = PageCopy(memory, rng.permutation(pages)[:count], host, places, part)
+            first, refused = copies._turn, int(rng.integers(30)) * int(rng.integers(2))
+            found = []
+            for copies._loop in (None, loop):
+                copies._turn, world.calls_left = first, refused
+                found.append((noted(world, partial(copies.copy, copy)), copies._turn))
+            assert found[0] == found[1]
+
+
+@pytest.fixture
+def compile_anew() -> Iterator[None]:
+    cuda_chunks.compiled.cache_clear()
+    yield
+    cuda_chunks.compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("compile_anew")
+@pytest.mark.parametrize(
+    ("compiler", "path", "words"),
+    [("false", None, "false cannot compile"), ("", "", "there is no C compiler")],
+)
+def test_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiler: str,
+    path: str | None,
+    words: str,
+) -> None:
+    """Python does it."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("CC", compiler)
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+    assert cuda_chunks.compiled() is None
+    assert words in caplog.text
