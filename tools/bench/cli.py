@@ -75,7 +75,7 @@ def transfer(
 @app.command()
 def storage(
     backend: Annotated[str, typer.Option(help="Which one: mooncake.")] = "mooncake",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way, in turns.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way, in turns.")] = 13,
     size: Annotated[
         str, typer.Option(help="Payload of a round and page size: several jobs of 128 MiB.")
     ] = "512MiB",

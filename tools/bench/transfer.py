@@ -124,6 +124,13 @@ def run(
         )
     name = torch.cuda.get_device_name()
     report = TransferReport(name, str(torch.__version__), nbytes, repeats, huge_pages)
+    walls: list[tuple[str, str, float]] = []  # first of all, in a process as a server's
+    for geometry in geometries:
+        note(f"{geometry.label}: through RuntimeInterface")
+        walls += _wall(geometry, geometry.label, nbytes, report, seed)
+    first = geometries[0]
+    burst = BURST_PAGES * first.spec.page_bytes(first.page_tokens)
+    walls += _wall(first, f"{BURST_PAGES} pages: {first.label}", burst, report, seed)
     model = Model()
     for geometry in geometries:
         note(f"{geometry.label}: rates")
@@ -132,7 +139,7 @@ def run(
         _rates(report, case, methods, repeats)
         note(f"{geometry.label}: beside a model")
         works = {COMPUTE: model.compute_bound, DECODE: model.decode_like}
-        if geometry is not geometries[0]:
+        if geometry is not first:
             methods = {name: methods[name] for name in ("contiguous", "kvstrata")}
         else:
             works[DECODE_LARGE] = model.decode_like_large
@@ -141,14 +148,15 @@ def run(
         save(report)
         del case, methods
         torch.cuda.empty_cache()
-    for geometry in geometries:
-        note(f"{geometry.label}: through RuntimeInterface")
-        _wall(report, model, geometry, nbytes, repeats, seed)
-        if geometry is geometries[0]:
-            _burst(report, geometry, repeats, seed)
-        save(report)
+    for label, way, rate in walls:
+        share = rate / _limit(report, way)
+        report.wall.append(Rate(label, "RuntimeInterface", way, rate, share, 0.0))
+    save(report)
+    note("loops")
+    _loops(report, model, first, nbytes, repeats, seed)
+    save(report)
     note("layer groups")
-    _groups(report, geometries[0], repeats, seed)
+    _groups(report, first, repeats, seed)
     return report
 
 
@@ -226,37 +234,33 @@ def _costs(
 
 
 def _wall(
-    report: TransferReport,
-    model: Model,
-    geometry: Geometry,
-    nbytes: int,
-    repeats: int,
-    seed: int,
-) -> None:
+    geometry: Geometry, label: str, nbytes: int, report: TransferReport, seed: int
+) -> list[tuple[str, str, float]]:
+    """Label, way and GB/s."""
     wall = Wall(geometry, nbytes, seed, huge_pages=report.huge_pages)
     try:
-        first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
-        moves: dict[str, Callable[[], float]] = {
-            "D2H": lambda: wall.out(first),
-            "H2D": lambda: wall.back(in_l2),
-            "both": lambda: wall.both(first, in_l2),
-        }
-        _wall_rates(report, wall, geometry.label, moves, repeats)
-        if not report.loops:
-            _loops(report, model, geometry.label, moves, wall.nbytes, repeats)
+        moves = _moves(wall)
+        rows: dict[str, list[list[float]]] = {way: [] for way in moves}
+        for turn in range(WALL_TURNS * report.repeats + 1):
+            for way, move in moves.items():
+                seconds = move()
+                if turn:
+                    rows[way].append([seconds])
     finally:
         wall.close()
+    return [
+        (label, way, wall.nbytes * (2 if way == "both" else 1) / medians(times)[0] / 1e9)
+        for way, times in rows.items()
+    ]
 
 
-def _burst(report: TransferReport, geometry: Geometry, repeats: int, seed: int) -> None:
-    nbytes = BURST_PAGES * geometry.spec.page_bytes(geometry.page_tokens)
-    wall = Wall(geometry, nbytes, seed, huge_pages=report.huge_pages)
-    try:
-        first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
-        moves = {"D2H": lambda: wall.out(first), "H2D": lambda: wall.back(in_l2)}
-        _wall_rates(report, wall, f"{BURST_PAGES} pages: {geometry.label}", moves, repeats)
-    finally:
-        wall.close()
+def _moves(wall: Wall) -> dict[str, Callable[[], float]]:
+    first, in_l2 = wall.pages(), wall.to_l2(wall.pages())
+    return {
+        "D2H": lambda: wall.out(first),
+        "H2D": lambda: wall.back(in_l2),
+        "both": lambda: wall.both(first, in_l2),
+    }
 
 
 def _limit(report: TransferReport, way: str) -> float:
@@ -265,34 +269,20 @@ def _limit(report: TransferReport, way: str) -> float:
     return medians([[rate] for rate in found])[0]
 
 
-def _wall_rates(
-    report: TransferReport,
-    wall: Wall,
-    label: str,
-    moves: dict[str, Callable[[], float]],
-    repeats: int,
-) -> None:
-    rows: dict[str, list[list[float]]] = {way: [] for way in moves}
-    for turn in range(WALL_TURNS * repeats + 1):
-        for way, move in moves.items():
-            seconds = move()
-            if turn:
-                rows[way].append([seconds])
-    for way, measured in rows.items():
-        nbytes = wall.nbytes * (2 if way == "both" else 1)
-        rate = nbytes / medians(measured)[0] / 1e9
-        share = rate / _limit(report, way)
-        report.wall.append(Rate(label, "RuntimeInterface", way, rate, share, 0.0))
-
-
 def _loops(
-    report: TransferReport,
-    model: Model,
-    label: str,
-    moves: dict[str, Callable[[], float]],
-    nbytes: int,
-    repeats: int,
+    report: TransferReport, model: Model, geometry: Geometry, nbytes: int, repeats: int, seed: int
 ) -> None:
+    wall = Wall(geometry, nbytes, seed, huge_pages=report.huge_pages)
+    try:
+        _loops_beside(report, model, geometry.label, wall, repeats)
+    finally:
+        wall.close()
+
+
+def _loops_beside(
+    report: TransferReport, model: Model, label: str, wall: Wall, repeats: int
+) -> None:
+    moves, nbytes = _moves(wall), wall.nbytes
     small, large = model.small, model.large
     loops = {
         "80 launches a step, which take longer than the GPU": (small.launched, DECODE),
@@ -313,6 +303,7 @@ def _loops(
     }
     rows: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {}
     for turn in range(repeats + 1):
+        small.stream, large.stream = torch.cuda.Stream(), torch.cuda.Stream()
         for kind, (steps, _) in loops.items():
             count = max(1, int(LOOP_S / steps(5)))
             for task, again in tasks.items():
