@@ -60,9 +60,9 @@ class MooncakeOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Stored pages are never evicted. What does not fit any more is FULL."""
     lease_s: float = 10.0
     """The master's `-default_kv_lease_ttl`: a call moves no more than arrives within half of it."""
-    threads: int = 3
+    threads: int = 4
     """Calls at once; over TCP one or two of them move bytes. Stores leave one to loads, so that
-    with 3 the checksums of one call are made while another one moves."""
+    with 4 there is a third call of either kind that is ready to move when one of these ends."""
     batch_pages: int = 128
     """Most pages in one call."""
     call_bytes: int | str = "64MiB"
