@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from kvstrata.errors import InputError
 from kvstrata.tools import cli
 from kvstrata.tools.bench.transfer import Cost, Loop, Rate, TransferReport
+from kvstrata.tools.bench.transfer_beside import between
 from kvstrata.tools.bench.transfer_table import plot, tables
 from kvstrata.tools.bench.transfer_wall import _rate
 
@@ -46,6 +48,15 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for argument, text in (("--size=much", "--size"), ("--only=GPT-9", "Llama-3-8B")):
         assert cli.main(["bench", "transfer", argument]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_work_that_changes_its_speed_is_measured_again() -> None:
+    """Alone, beside, alone: until both runs alone are alike, and not for ever."""
+    speeds = iter([10.0, 10.1, 10.5, 10.5, 11.0, 12.0, 13.0, 14.0])
+    numbers = itertools.count(1)
+    found = list(between(lambda: next(speeds), dict.fromkeys("abc", lambda: next(numbers))))
+    assert [(key, number) for key, _, number in found] == [("a", 1), ("b", 3), ("c", 7)]
+    assert [alone for _, alone, _ in found] == pytest.approx([10.05, 10.5, 13.5])
 
 
 def test_the_rate_beside_a_loop_counts_parts_of_calls() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvstrata.errors import ConfigError, InputError, Where
-from kvstrata.tools.bench.transfer_beside import Model, measure
+from kvstrata.tools.bench.transfer_beside import Model, between, measure
 from kvstrata.tools.bench.transfer_methods import (
     GEOMETRIES,
     Case,
@@ -305,11 +306,11 @@ def _loops_beside(
     for turn in range(repeats + 1):
         small.stream, large.stream = torch.cuda.Stream(), torch.cuda.Stream()
         for kind, (steps, _) in loops.items():
-            count = max(1, int(LOOP_S / steps(5)))
-            for task, again in tasks.items():
-                beside = loop_beside(steps, again, count)
+            loop = partial(steps, max(1, int(LOOP_S / steps(5))))
+            besides = {task: partial(loop_beside, loop, again) for task, again in tasks.items()}
+            for task, alone_s, (beside_s, rate) in between(loop, besides):
                 if turn:  # the first one warms up
-                    row = (beside.alone_ms, beside.loss_percent, beside.gib_per_s)
+                    row = (alone_s * 1e3, 100 * (beside_s / alone_s - 1), rate)
                     rows.setdefault((kind, *task), []).append(row)
     for (kind, method, way), measured in rows.items():
         alone_ms, loss, rate = medians(measured)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -168,20 +167,9 @@ class Wall:
 # ── beside a loop of Python ──────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class LoopBeside:
-    alone_ms: float
-    beside_ms: float
-    gib_per_s: float
-
-    @property
-    def loss_percent(self) -> float:
-        return 100 * (self.beside_ms / self.alone_ms - 1)
-
-
-def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: int) -> LoopBeside:
-    """The loop alone, and while another thread calls `again`, which moves and says how much."""
-    alone = loop(steps)
+def loop_beside(loop: Callable[[], float], again: Callable[[], int]) -> tuple[float, float]:
+    """What the loop takes while another thread calls `again`, which moves and says how much; and
+    GiB/s of that."""
     moves, stop = threading.Event(), threading.Event()
     ends: list[tuple[float, int]] = []
     """When each call ended, and what all have moved until then."""
@@ -202,13 +190,13 @@ def loop_beside(loop: Callable[[int], float], again: Callable[[], int], steps: i
     thread.start()
     moves.wait()
     started = time.perf_counter()
-    beside = loop(steps)
+    beside = loop()
     ended = time.perf_counter()
     stop.set()
     thread.join()  # the call that was under way has ended, too: its part is counted
     if failures:
         raise failures[0]
-    return LoopBeside(alone * 1e3, beside * 1e3, _rate(ends, started, ended) / (1 << 30))
+    return beside, _rate(ends, started, ended) / (1 << 30)
 
 
 def _rate(ends: Sequence[tuple[float, int]], started: float, ended: float) -> float:
