@@ -114,6 +114,12 @@ if torch.cuda.is_available():
 print(json.dumps(found))
 """
 
+_COMPILED = """
+import json
+from kvstrata.gpu_runtime.cuda_chunks import compiled
+print(json.dumps({"compiled": compiled() is not None}))
+"""
+
 
 def check_device(machine: Machine, config: Config | None) -> Iterator[Check]:
     """The GPU, and whether L1 fits."""
@@ -147,6 +153,11 @@ def check_device(machine: Machine, config: Config | None) -> Iterator[Check]:
         text = f"{name}, {format_size(free)} of {format_size(total)} free"
         text += f", L1 needs {format_size(need)}" if need else ""
         yield Check("device", f"GPU {i}", status, text, "lower pools.pages" if need > free else "")
+    if machine.child(_COMPILED).get("compiled"):
+        yield Check("device", "C compiler", Status.OK, "compiles the loop that enqueues copies")
+    else:
+        text = "none that works: Python enqueues copies, which holds up the thread that launches"
+        yield Check("device", "C compiler", Status.WARN, text, "install gcc, or name one in CC")
 
 
 # ── memory and limits ────────────────────────────────────────────────────────────────────────────
