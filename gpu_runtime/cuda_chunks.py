@@ -13,9 +13,11 @@ import os
 import shlex
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +34,12 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("enqueue.c")
 COMPILE_S = 60.0
+_compiling = threading.Lock()
+_REFUSED = (
+    "cuEventSynchronize", "cuStreamWaitEvent", "cuGraphLaunch", "cuEventRecord",
+    "a copy through chunks",
+)  # fmt: skip
+"""By the numbers of `enqueue.c`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,39 +66,59 @@ class Step:
         self.numbers, self.address = self.pinned.numpy(), self.chunk.data_ptr()
 
 
-@lru_cache(maxsize=1)
 def compiled() -> Any:
-    """The function of `enqueue.c`; None, and a line in the log, where it cannot be compiled."""
-    names = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
-    compiler = next((name for name in names if name and shutil.which(name[0])), None)
-    if compiler is None:
-        logger.info("there is no C compiler: copies are enqueued by Python, which takes longer")
-        return None
-    with TemporaryDirectory(prefix="kvstrata-") as folder:
-        library = f"{folder}/enqueue.so"
-        command = [*compiler, "-O2", "-shared", "-fPIC", "-w", "-o", library, str(SOURCE)]
+    """The function of `enqueue.c`; None, and a line in the log, where no compiler makes it. Any
+    thread; the first call takes a tenth of a second."""
+    with _compiling:
+        return _compile()
+
+
+@lru_cache(maxsize=1)
+def _compile() -> Any:
+    failures = []
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-            return ctypes.CDLL(library).kvstrata_enqueue
-        except (OSError, subprocess.SubprocessError) as exc:
-            why = getattr(exc, "stderr", b"") or str(exc).encode()
-            logger.warning(
-                "%s cannot compile %s, so Python enqueues copies, which takes longer: %s",
-                compiler[0],
-                SOURCE,
-                why.decode(errors="replace")[:2000],
-            )
-            return None
+            command = shlex.split(name or "")
+            if command and shutil.which(command[0]):
+                return _compile_by(command)
+        except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as exc:
+            said = getattr(exc, "stderr", None) or b""
+            failures.append(f"{name}: {exc} {said.decode(errors='replace')[:1000]}")
+    logger.warning(
+        "no C compiler makes a library of %s, so Python enqueues copies, which takes longer: %s",
+        SOURCE,
+        "; ".join(failures) or "there is none",
+    )
+    return None
+
+
+def _compile_by(command: list[str]) -> Any:
+    with TemporaryDirectory(prefix="kvstrata-", ignore_cleanup_errors=True) as folder:
+        made = Path(folder, "enqueue.so")
+        subprocess.run(
+            [*command, "-std=c11", "-O2", "-shared", "-fPIC", "-o", str(made), str(SOURCE)],
+            check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_S,
+        )  # fmt: skip
+        library = made.read_bytes()
+    fd = os.memfd_create("kvstrata-enqueue")  # the folder may be one that nothing is executed from
+    try:
+        os.write(fd, library)
+        return ctypes.CDLL(f"/proc/self/fd/{fd}").kvstrata_enqueue
+    finally:
+        os.close(fd)
 
 
 class ChunkLoop:
     """Of one direction. Called by the thread of its stream only."""
 
-    def __init__(self, steps: Sequence[Step], *, header: int, most_pages: int) -> None:
-        """`header`: numbers of an order before those of pages, of which there are `most_pages`."""
-        self._call = compiled()
+    def __init__(
+        self, function: Any, steps: Sequence[Step], *, header: int, most_pages: int
+    ) -> None:
+        """`function`: what was compiled. `header`: numbers of an order before those of pages, of
+        which there are `most_pages` at most."""
+        self._function = function
         self._driver = cuda_driver.addresses()
-        self._header = header
+        self._header, self._most_pages = header, most_pages
         rows = [(s.address, s.numbers.ctypes.data, s.moved.handle, s.bussed.handle) for s in steps]
         self._steps = np.array(rows, np.int64)
         self._graphs: list[Numbers] = []
@@ -112,18 +140,21 @@ class ChunkLoop:
         kernels: int,
         bus: int,
         out: bool,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, str]:
         """Enqueue `nbytes` of each page in chunks that begin at `borders`, from step `turn` on, by
         the kernels that were added as `number`. Streams are handles. Returns the next turn, and the
-        driver's code: it stops at the first call that was refused."""
+        driver's code and the name of the call that it refused: there it stops."""
         layout, pieces = copy.memory.layout, copy.pieces
+        assert len(copy.slots) == len(copy.pages) == borders[-1], "chunks of all pages"
+        assert max(end - at for at, end in pairwise(borders)) <= self._most_pages
+        assert copy.memory.host_chunk_pages > 0
         job = np.array(
             [
                 turn, len(self._steps), out, kernels, bus,
                 copy.host_address + pieces.start * layout.piece_bytes, copy.host_step, nbytes,
                 joins, copy.memory.host_chunk_pages,
                 self._header, pieces.start, len(pieces), nbytes // layout.word_bytes,
-                len(borders) - 1,
+                len(borders) - 1, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -132,5 +163,5 @@ class ChunkLoop:
             np.ascontiguousarray(copy.pages, np.int64),
             np.ascontiguousarray(copy.slots, np.int64), self._scratch, job,
         )  # fmt: skip
-        code = int(self._call(*[cuda_driver.pointer(array) for array in arrays]))
-        return int(job[0]), code
+        code = int(self._function(*[cuda_driver.pointer(array) for array in arrays]))
+        return int(job[0]), code, _REFUSED[job[-1]]

@@ -18,8 +18,8 @@ Storage that reaches the device itself (GPUDirect) moves whole pages to and from
 there. Between those and pages small pieces go by the same kernels, large ones directly as well.
 
 What a chunk costs the host is a captured graph, four events and one call of the driver. None of it
-is on the thread that launches compute; calls that take long give the interpreter lock away, those
-of microseconds keep it (see `cuda_driver`). The figures are in docs/decisions/0008.
+is on the thread that launches compute, and most of it is compiled C without the interpreter lock
+(`cuda_chunks`). The figures are in docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -151,9 +151,11 @@ class CudaCopies:
                 remedy="make pages smaller, or chunks larger",
             )
         if not self._steps:
-            self._steps = self._new_steps()
-            if HAS_TRITON and self.batched and compiled() is not None:
-                self._loop = ChunkLoop(self._steps, header=HEADER, most_pages=ORDER_PAGES)
+            steps = self._new_steps()
+            function = compiled() if HAS_TRITON and self.batched else None
+            if function is not None:
+                self._loop = ChunkLoop(function, steps, header=HEADER, most_pages=ORDER_PAGES)
+            self._steps = steps
         starts = memory.layout.starts - memory.layout.starts[0]
         words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
         captured = self._capture(memory, words) if HAS_TRITON else []
@@ -173,6 +175,7 @@ class CudaCopies:
                     cuda_driver.destroy(graph)
         self._steps.clear()
         self._known.clear()
+        self._loop = None
 
     def _is_direct(self, memory: DevicePages) -> bool:
         return self.batched and memory.layout.piece_bytes >= DIRECT_BYTES
@@ -210,11 +213,11 @@ class CudaCopies:
         borders = self._borders(len(copy.pages), nbytes)
         joins = nbytes == copy.memory.page_bytes == copy.host_step
         if self._loop is not None:
-            self._turn, code = self._loop.run(
+            self._turn, code, call = self._loop.run(
                 copy, borders, number, self._turn, nbytes=nbytes, joins=joins,
                 out=self._out, kernels=self._kernels.cuda_stream, bus=self._bus.cuda_stream,
             )  # fmt: skip
-            cuda_driver.check(code, "a copy through chunks")
+            cuda_driver.check(code, call)
             return
         places, here, lengths = self._host_runs(copy, nbytes, borders, joins=joins)
         for at, end in pairwise(borders):

@@ -3,7 +3,8 @@ the interpreter lock.
 
 Who gives the lock away waits for it afterwards, and a thread that launches a model's kernels gives
 and takes it at each: two threads that do so in turn wait for each other's wake-up at every call. So
-calls of a microsecond keep it; only a batch that takes the driver long gives it away. Measured on
+calls of a microsecond keep it; a batch that takes the driver long gives it away, and so does the C
+code of `cuda_chunks`, which calls by `addresses`. Measured on
 an H200 with driver 580: one call with 512 copies of 2 MiB takes 0.3 ms and moves 55 GB/s; the same
 copies enqueued one by one from Python hold the lock for 4 ms.
 """

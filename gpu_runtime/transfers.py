@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 
 from kvstrata.backends import JobResult, ObjectId, PageIO
-from kvstrata.backends.jobs import CALL_BYTES
 from kvstrata.boundary import KeyRun, Outcome
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Device, Event
@@ -25,18 +24,14 @@ _SMALL_CHUNK_PAGES, _SMALL_CHUNK_BYTES = 128, 8 << 20
 
 def chunk_pages(page_bytes: int) -> int:
     """Most pages of one storage job and of one step through the window: 64, or up to 128 as long
-    as they are 8 MiB at most; of large pages those of one call. `page_bytes`: of the largest
-    component.
+    as they are 8 MiB at most. `page_bytes`: of the largest component.
 
     A worker makes no call of two jobs, and a call to a store over the network costs as much for
     few small pages as for many: with 128 instead of 64 a job, Mooncake moves 1.1 to 1.2 times as
     much of 64 KiB pages a second, 1.3 to 1.5 times of 32 KiB; file systems as much. More than 128
-    gain nothing, and the larger a step, the less its storage and its copy overlap. The calls of one
-    job are made one behind the other, and what was moved is checked in between; those of several
-    jobs are not.
+    gain nothing, and the larger a step, the less its storage and its copy overlap.
     """
-    small = min(_SMALL_CHUNK_PAGES, _SMALL_CHUNK_BYTES // page_bytes)
-    return max(1, min(max(_CHUNK_PAGES, small), CALL_BYTES // page_bytes))
+    return max(_CHUNK_PAGES, min(_SMALL_CHUNK_PAGES, _SMALL_CHUNK_BYTES // page_bytes))
 
 
 @dataclass(eq=False, slots=True)

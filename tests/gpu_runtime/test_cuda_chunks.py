@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,7 @@ class World:
 
 @pytest.fixture(params=[False, True], ids=["copies", "copies and failures"])
 def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> World:
+    assert cuda_chunks.compiled() is not None, "tests need a C compiler: cc, gcc or clang"
     world = World()
 
     class Event:
@@ -171,33 +173,63 @@ def test_calls_are_those_that_python_makes(
             found = []
             for copies._loop in (None, loop):
                 copies._turn, world.calls_left = first, refused
+                for step in copies._steps:
+                    step.numbers[:] = -1  # of a copy before
                 found.append((noted(world, partial(copies.copy, copy)), copies._turn))
             assert found[0] == found[1]
 
 
 @pytest.fixture
-def compile_anew() -> Iterator[None]:
-    cuda_chunks.compiled.cache_clear()
-    yield
-    cuda_chunks.compiled.cache_clear()
+def compile_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for compilers that nobody else finds."""
+    cuda_chunks._compile.cache_clear()
+    yield tmp_path
+    cuda_chunks._compile.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "compiler", ["false", "true", 'gcc "', "nobody-has-it", "/tmp", "gcc -fvisibility=hidden", ""]
+)
+def test_an_odd_compiler_is_passed_over(
+    compile_anew: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert cuda_chunks.compiled() is not None
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_without_a_compiler_python_does_it(
+    compile_anew: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: bool,
+) -> None:
+    if broken:
+        program = compile_anew / "cc"
+        program.write_text("#!/bin/sh\necho no such header >&2; exit 1")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compile_anew))
+    monkeypatch.delenv("CC", raising=False)
+    assert cuda_chunks.compiled() is None
+    assert ("no such header" if broken else "there is none") in caplog.text
 
 
 @pytest.mark.usefixtures("compile_anew")
-@pytest.mark.parametrize(
-    ("compiler", "path", "words"),
-    [("false", None, "false cannot compile"), ("", "", "there is no C compiler")],
-)
-def test_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    compiler: str,
-    path: str | None,
-    words: str,
-) -> None:
-    """Python does it."""
-    caplog.set_level(logging.INFO)
-    monkeypatch.setenv("CC", compiler)
-    if path is not None:
-        monkeypatch.setenv("PATH", path)
+def test_without_a_folder_to_compile_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(cuda_chunks, "TemporaryDirectory", refuse)
     assert cuda_chunks.compiled() is None
-    assert words in caplog.text
+
+
+@pytest.mark.usefixtures("compile_anew")
+def test_threads_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    real = cuda_chunks._compile_by
+    monkeypatch.setattr(
+        cuda_chunks, "_compile_by", lambda command: made.append(command) or real(command)
+    )
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: cuda_chunks.compiled(), range(4)))
+    assert len(made) == len(set(map(id, found))) == 1

@@ -75,9 +75,9 @@ def transfer(
 @app.command()
 def storage(
     backend: Annotated[str, typer.Option(help="Which one: mooncake.")] = "mooncake",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way, in turns.")] = 13,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way, in turns.")] = 12,
     size: Annotated[
-        str, typer.Option(help="Payload of a round and page size: several jobs of 32 MiB.")
+        str, typer.Option(help="Payload of a round and page size: several jobs of 128 MiB.")
     ] = "512MiB",
     json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
 ) -> None:

@@ -111,8 +111,8 @@ class Pages:
         return self.view[offset : offset + self.page_bytes]
 
     def check(self) -> None:
-        put, got = np.frombuffer(self.view, np.uint8).reshape(2, -1)
-        if not np.array_equal(put, got):
+        put, got = np.frombuffer(self.view, np.uint8).reshape(2, self.count, -1)
+        if not all(map(np.array_equal, put, got)):
             raise StorageError("pages came back with other bytes")
         got[:] = 0
 
@@ -205,7 +205,7 @@ class WorkerPath:
         expected: Outcome,
     ) -> None:
         pages, results = self.pages, list[JobResult]()
-        each = chunk_pages(pages.page_bytes)  # jobs as a runtime makes them
+        each = chunk_pages(pages.page_bytes)  # a runtime's jobs, each of a chain of its own
         left = threading.Semaphore(0)
 
         def done(result: JobResult) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def run(
     note: Note = print,
     save: Callable[[TransferReport], None] = lambda report: None,
 ) -> TransferReport:
-    """Everything, in five minutes and 40 GB of the device's memory; `only` geometries with this in
+    """Everything, in six minutes and 40 GB of the device's memory; `only` geometries with this in
     their names.
 
     `lmcache` is a folder with LMCache's c_ops library, where the package is not installed. `save`
@@ -125,13 +125,13 @@ def run(
         )
     name = torch.cuda.get_device_name()
     report = TransferReport(name, str(torch.__version__), nbytes, repeats, huge_pages)
-    walls: list[tuple[str, str, float]] = []  # first of all, in a process as a server's
-    for geometry in geometries:
-        note(f"{geometry.label}: through RuntimeInterface")
-        walls += _wall(geometry, geometry.label, nbytes, report, seed)
     first = geometries[0]
     burst = BURST_PAGES * first.spec.page_bytes(first.page_tokens)
-    walls += _wall(first, f"{BURST_PAGES} pages: {first.label}", burst, report, seed)
+    walls = [(geometry, geometry.label, nbytes) for geometry in geometries]
+    for geometry, label, size in (*walls, (first, f"{BURST_PAGES} pages: {first.label}", burst)):
+        note(f"{label}: through RuntimeInterface")  # first, in a process that is as a server's
+        _wall(report, geometry, label, size, seed)
+        save(report)
     model = Model()
     for geometry in geometries:
         note(f"{geometry.label}: rates")
@@ -149,9 +149,7 @@ def run(
         save(report)
         del case, methods
         torch.cuda.empty_cache()
-    for label, way, rate in walls:
-        share = rate / _limit(report, way)
-        report.wall.append(Rate(label, "RuntimeInterface", way, rate, share, 0.0))
+    report.wall = [replace(r, share=r.gb_per_s / _limit(report, r.way)) for r in report.wall]
     save(report)
     note("loops")
     _loops(report, model, first, nbytes, repeats, seed)
@@ -234,10 +232,8 @@ def _costs(
 # ── wall time ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _wall(
-    geometry: Geometry, label: str, nbytes: int, report: TransferReport, seed: int
-) -> list[tuple[str, str, float]]:
-    """Label, way and GB/s."""
+def _wall(report: TransferReport, geometry: Geometry, label: str, nbytes: int, seed: int) -> None:
+    """Its share follows, when the limit is known."""
     wall = Wall(geometry, nbytes, seed, huge_pages=report.huge_pages)
     try:
         moves = _moves(wall)
@@ -249,10 +245,10 @@ def _wall(
                     rows[way].append([seconds])
     finally:
         wall.close()
-    return [
-        (label, way, wall.nbytes * (2 if way == "both" else 1) / medians(times)[0] / 1e9)
-        for way, times in rows.items()
-    ]
+        torch.cuda.empty_cache()
+    for way, times in rows.items():
+        rate = wall.nbytes * (2 if way == "both" else 1) / medians(times)[0] / 1e9
+        report.wall.append(Rate(label, "RuntimeInterface", way, rate, 0.0, 0.0))
 
 
 def _moves(wall: Wall) -> dict[str, Callable[[], float]]:
@@ -306,6 +302,7 @@ def _loops_beside(
     for turn in range(repeats + 1):
         small.stream, large.stream = torch.cuda.Stream(), torch.cuda.Stream()
         for kind, (steps, _) in loops.items():
+            steps(5)  # the first ones on a stream are slow
             loop = partial(steps, max(1, int(LOOP_S / steps(5))))
             besides = {task: partial(loop_beside, loop, again) for task, again in tasks.items()}
             for task, alone_s, (beside_s, rate) in between(loop, besides):

@@ -188,12 +188,14 @@ def loop_beside(loop: Callable[[], float], again: Callable[[], int]) -> tuple[fl
 
     thread = threading.Thread(target=keep_moving, name="bench-transfers")
     thread.start()
-    moves.wait()
-    started = time.perf_counter()
-    beside = loop()
-    ended = time.perf_counter()
-    stop.set()
-    thread.join()  # the call that was under way has ended, too: its part is counted
+    try:
+        moves.wait()
+        started = time.perf_counter()
+        beside = loop()
+        ended = time.perf_counter()
+    finally:
+        stop.set()
+        thread.join()  # the call that was under way has ended, too: its part is counted
     if failures:
         raise failures[0]
     return beside, _rate(ends, started, ended) / (1 << 30)
