@@ -146,7 +146,7 @@ class ChunkLoop:
         driver's code and the name of the call that it refused: there it stops."""
         layout, pieces = copy.memory.layout, copy.pieces
         assert len(copy.slots) == len(copy.pages) == borders[-1], "chunks of all pages"
-        assert max(end - at for at, end in pairwise(borders)) <= self._most_pages
+        assert max((end - at for at, end in pairwise(borders)), default=0) <= self._most_pages
         assert copy.memory.host_chunk_pages > 0
         job = np.array(
             [

@@ -165,7 +165,7 @@ def test_calls_are_those_that_python_makes(
             memory = memories[rng.integers(2)]
             memory.host_chunk_pages = int(rng.integers(1, slots))
             host = np.zeros((slots, memory.page_bytes + int(rng.choice([0, 16]))), np.uint8)
-            count, begin = int(rng.integers(1, pages + 1)), int(rng.integers(layers))
+            count, begin = int(rng.integers(pages + 1)), int(rng.integers(layers))
             part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
             places = np.sort(rng.permutation(slots)[:count])
             copy = PageCopy(memory, rng.permutation(pages)[:count], host, places, part)
