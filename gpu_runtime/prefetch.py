@@ -10,8 +10,8 @@ from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.transfers import (
     ComponentJobs,
     Copies,
+    chunk_pages,
     chunks_of,
-    load_pages,
     part_of,
     settle_l1,
 )
@@ -43,7 +43,7 @@ class _Load(Move):
         """`window`: the most pages of a chunk, whatever their size."""
         super().__init__(core, copies, action.action_id, action.deadline_s)
         self.keys = action.keys
-        most = min(load_pages(max(core.staging.page_bytes.values())), max(1, window))
+        most = min(chunk_pages(max(core.staging.page_bytes.values())), max(1, window))
         self.chunks = [_Chunk(a, b) for a, b in chunks_of(self.keys.page_count, most)]
         self.cause = ""
         """Why no further chunk is asked for."""

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 
 from kvstrata.backends import JobResult, ObjectId, PageIO
-from kvstrata.backends.jobs import CALL_BYTES
 from kvstrata.boundary import KeyRun, Outcome
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime.base import Device, Event
@@ -33,16 +32,6 @@ def chunk_pages(page_bytes: int) -> int:
     gain nothing, and the larger a step, the less its storage and its copy overlap.
     """
     return max(_CHUNK_PAGES, min(_SMALL_CHUNK_PAGES, _SMALL_CHUNK_BYTES // page_bytes))
-
-
-def load_pages(page_bytes: int) -> int:
-    """Most pages of one job that loads: as `chunk_pages`, but of large pages those of one call.
-
-    A worker makes the calls of one job one behind the other, and checks what each has brought
-    before the next one; those of several jobs it does not, and what is there may be copied on.
-    (Stores of one chain wait for each other in any case.)
-    """
-    return max(1, min(chunk_pages(page_bytes), CALL_BYTES // page_bytes))
 
 
 @dataclass(eq=False, slots=True)

@@ -228,26 +228,6 @@ def test_a_prefetch_that_is_cancelled_goes_no_further(bench: Bench) -> None:
     rig.verify(prompt, event.extents)
 
 
-def test_jobs_of_one_prefetch_run_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is read while another one is checked; none that is behind a missing page counts."""
-    monkeypatch.setattr("kvstrata.gpu_runtime.prefetch.load_pages", lambda _: 2)
-    rig = bench()
-    prompt = rig.prompt(24)
-    rig.in_l3(prompt)
-    rig.backend.lose = {prompt.keys().key(3)}
-    rig.backend.reads.shut()
-    load = rig.driver.prefetch(prompt.keys(), Tier.L2)
-    rig.driver.apply(load)
-    rig.backend.reads.wait_for_one()
-    rig.backend.reads.wait_for_one()
-    rig.backend.reads.open()
-    event = rig.driver.wait_action(load.action_id)
-    assert isinstance(event, PrefetchReady)
-    assert (event.n_valid, event.cause) == (3, "missing")
-    rig.free(event.extents)
-    rig.expect_free()
-
-
 def test_a_load_gets_what_a_store_from_l2_leaves(bench: Bench) -> None:
     """Control has freed the pages; they become free when the last of them was stored."""
     rig = bench(host_pages=8)

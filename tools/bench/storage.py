@@ -36,7 +36,7 @@ from kvstrata.backends.mooncake.network import enter_private_network, return_to_
 from kvstrata.backends.process import ProcessBackend
 from kvstrata.boundary import Outcome
 from kvstrata.errors import InputError, StorageError, Where
-from kvstrata.gpu_runtime.transfers import chunk_pages, load_pages
+from kvstrata.gpu_runtime.transfers import chunk_pages
 from kvstrata.units import parse_size
 
 PAGE_BYTES = (2 << 20, 64 << 10)
@@ -183,12 +183,10 @@ class WorkerPath:
         self._worker.start((pages.region,))
 
     def put(self, keys: Sequence[bytes]) -> None:
-        each = chunk_pages(self.pages.page_bytes)
-        self._run(self._worker.store, keys, each, self.pages.source, Outcome.STORED)
+        self._run(self._worker.store, keys, self.pages.source, Outcome.STORED)
 
     def get(self, keys: Sequence[bytes]) -> None:
-        each = load_pages(self.pages.page_bytes)
-        self._run(self._worker.load, keys, each, self.pages.target, Outcome.LOADED)
+        self._run(self._worker.load, keys, self.pages.target, Outcome.LOADED)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         done = threading.Event()
@@ -203,12 +201,12 @@ class WorkerPath:
         self,
         submit: Callable[..., None],
         keys: Sequence[bytes],
-        each: int,
         place: Callable[[int], int],
         expected: Outcome,
     ) -> None:
-        """In jobs of `each` pages as a runtime makes them, of a chain of its own each."""
+        """In jobs as a runtime makes them, of a chain of its own each."""
         pages, results = self.pages, list[JobResult]()
+        each = chunk_pages(pages.page_bytes)
         left = threading.Semaphore(0)
 
         def done(result: JobResult) -> None:
