@@ -329,7 +329,7 @@ class CudaCopies:
                 chunks[i % 2],
                 torch.zeros(numbers, dtype=torch.int64, pin_memory=True),
                 torch.zeros(numbers, dtype=torch.int64, device=self._device),
-                ReusedEvent(self._kernels, blocking=True),
+                ReusedEvent(self._kernels),
                 ReusedEvent(self._bus),
             )
             for i in range(self._ring)

@@ -85,7 +85,7 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
     class Event:
         passed = False
 
-        def __init__(self, _: Any, **__: bool) -> None:
+        def __init__(self, _: Any) -> None:
             self.handle = next(world.handles)
 
         def record(self, stream: Any) -> None:

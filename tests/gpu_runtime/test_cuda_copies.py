@@ -31,8 +31,7 @@ class Event:
 
     log: list[tuple[str, str]]
 
-    def __init__(self, stream: Any, *, blocking: bool = False) -> None:
-        del blocking
+    def __init__(self, stream: Any) -> None:
         self.record(stream)
 
     def record(self, stream: Any) -> None:

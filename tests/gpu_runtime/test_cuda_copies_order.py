@@ -79,7 +79,7 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
     world.owner.cuda.name = "owner"
 
     class Event:
-        def __init__(self, stream: Any, **_: bool) -> None:
+        def __init__(self, stream: Any) -> None:
             self.clock = dict(world.clock(stream))
 
         def record(self, stream: Any) -> None:
