@@ -34,7 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  sudo=""; test "$$(id -u)" = 0 || sudo="sudo -n"; \
 	  { $$sudo apt-get update -q && $$sudo apt-get install -qy libibverbs1 librdmacm1 libnuma1; } || \
 	  echo "that did not work: tests of backends/mooncake will fail (docs/mooncake.md)"; }
-	@command -v cc gcc clang >/dev/null || { echo "there is no C compiler; installing gcc"; \
+	@command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || { \
+	  echo "there is no C compiler; installing gcc"; \
 	  sudo=""; test "$$(id -u)" = 0 || sudo="sudo -n"; \
 	  { $$sudo apt-get update -q && $$sudo apt-get install -qy gcc libc6-dev; } || \
 	  echo "that did not work: tests of tests/gpu_runtime/test_cuda_chunks.py will fail"; }
