@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 MOST_STUCK = 4
 """So many threads may be stuck in such calls; then further ones are refused."""
+LOOK_S = 0.5
+"""Who waits looks so often. A signal that comes just before the wait does not end it (its handler
+runs when Python does), and Ctrl-C would wait for the deadline of an `open`."""
 _SCAN_BATCH = 512
 _LATE_CLOSE_S = 5.0
 
@@ -81,10 +85,14 @@ class _Answer(Generic[_T]):
             self._late(value)
 
     def wait(self, what: str, deadline_s: float) -> _T:
+        end_s = time.monotonic() + deadline_s
         with self._condition:
-            if not self._condition.wait_for(lambda: self._done, min(deadline_s, MAX_WAIT_S)):
-                self._given_up = True
-                raise StorageTimeoutError(f"{what} did not return within {deadline_s:g} s")
+            while not self._done:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    self._given_up = True
+                    raise StorageTimeoutError(f"{what} did not return within {deadline_s:g} s")
+                self._condition.wait(min(left_s, LOOK_S))
         if self._error is not None:
             raise _of_storage(what, self._error) from self._error
         return self._value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -86,6 +88,45 @@ def test_threads_that_cannot_be_started_take_no_place(monkeypatch) -> None:
     for _ in range(2 * MOST_STUCK):
         with pytest.raises(StorageUnavailableError, match="can't start new thread"):
             asks.ask("usage", lambda: 1, 1.0)
+
+
+class Interrupt(Exception):  # noqa: N818 (what a handler raises)
+    pass
+
+
+def test_a_signal_that_comes_just_before_the_wait_ends_it() -> None:
+    """Its handler runs when the wait ends: it used to be the deadline of the `open`. To come to
+    another thread is as bad, and can be made to happen."""
+    asks, release = Asks("tested"), threading.Event()
+    main = threading.get_ident()
+
+    def handler(*_: object) -> None:
+        raise Interrupt
+
+    def hang() -> None:
+        while not waits(main):
+            pass
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        release.wait(3 * WAIT_S)
+
+    before, begin = signal.signal(signal.SIGUSR1, handler), time.monotonic()
+    try:
+        with pytest.raises(Interrupt):
+            asks.ask("open", hang, 2 * WAIT_S)
+        assert time.monotonic() - begin < WAIT_S
+    finally:
+        release.set()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def waits(thread: int) -> bool:
+    """For an answer."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code.co_filename != threading.__file__:
+        return False
+    while frame is not None and not frame.f_code.co_filename.endswith("asks.py"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "wait"
 
 
 # ── counts that are none ─────────────────────────────────────────────────────────────────────────
