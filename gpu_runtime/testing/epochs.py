@@ -36,6 +36,8 @@ class EpochTests(RuntimeSuite):
             rig.driver.apply(change)
             behind, fresh = rig.start(renamed(rig.prompt(9)))
             equal(rig.runner.weights, [], "weights while the batch before runs")
+            rig.driver.poll()
+            require(change.action_id not in rig.driver.ended, "the change was told too early")
             gate.open()
             event = of_type(rig.driver.wait_action(change.action_id), EpochBegan)
             equal((event.epoch, rig.runner.weights), (7, [b"w7"]), "the change")
