@@ -98,7 +98,8 @@ def test_huge_pages_are_taken_or_refused(huge_pages: int) -> None:
         region = SharedRegion(5 << 20, huge_pages=True)
         assert region.nbytes == len(region.array) == 6 << 20
         assert free_huge_bytes() // HUGE_BYTES == huge_pages - 3
-        sizes = Path("/proc/self/smaps").read_text().split("kvstrata-staging")[1]
+        address = f"{region.array.ctypes.data:x}-"
+        sizes = Path("/proc/self/smaps").read_text().split(address)[1]
         assert "KernelPageSize:     2048 kB" in sizes[: sizes.index("VmFlags")]
         region.array[:5] = list(b"hello")
         subprocess.run(
