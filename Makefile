@@ -12,6 +12,9 @@ TRACE  ?= ../shared/traces/conversation.jsonl
 # What the client library of the mooncake backend is linked with.
 LIBRARIES_READY = $(BIN)/python -c "import ctypes; [ctypes.CDLL(f'lib{n}.so.1') for n in ('ibverbs', 'rdmacm', 'numa')]" 2> /dev/null
 
+# Within a recipe, followed by packages; asks for no password.
+APT_INSTALL = sudo=""; test "$$(id -u)" = 0 || sudo="sudo -n"; $$sudo apt-get update -q && $$sudo apt-get install -qy
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -31,13 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
 	@$(LIBRARIES_READY) || { \
 	  echo "the Mooncake client needs libibverbs1, librdmacm1 and libnuma1; installing them"; \
-	  sudo=""; test "$$(id -u)" = 0 || sudo="sudo -n"; \
-	  { $$sudo apt-get update -q && $$sudo apt-get install -qy libibverbs1 librdmacm1 libnuma1; } || \
+	  { $(APT_INSTALL) libibverbs1 librdmacm1 libnuma1; } || \
 	  echo "that did not work: tests of backends/mooncake will fail (docs/mooncake.md)"; }
 	@command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || { \
 	  echo "there is no C compiler; installing gcc"; \
-	  sudo=""; test "$$(id -u)" = 0 || sudo="sudo -n"; \
-	  { $$sudo apt-get update -q && $$sudo apt-get install -qy gcc libc6-dev; } || \
+	  { $(APT_INSTALL) gcc libc6-dev; } || \
 	  echo "that did not work: tests of tests/gpu_runtime/test_cuda_chunks.py will fail"; }
 	@touch $@
 

@@ -144,16 +144,16 @@ class ChunkLoop:
         """Enqueue `nbytes` of each page in chunks that begin at `borders`, from step `turn` on, by
         the kernels that were added as `number`. Streams are handles. Returns the next turn, and the
         driver's code and the name of the call that it refused: there it stops."""
-        layout, pieces = copy.memory.layout, copy.pieces
+        pieces, word = copy.pieces, copy.memory.layout.word_bytes
         assert len(copy.slots) == len(copy.pages) == borders[-1], "chunks of all pages"
         assert max((end - at for at, end in pairwise(borders)), default=0) <= self._most_pages
         assert copy.memory.host_chunk_pages > 0
         job = np.array(
             [
                 turn, len(self._steps), out, kernels, bus,
-                copy.host_address + pieces.start * layout.piece_bytes, copy.host_step, nbytes,
+                copy.part_address, copy.host_step, nbytes,
                 joins, copy.memory.host_chunk_pages,
-                self._header, pieces.start, len(pieces), nbytes // layout.word_bytes,
+                self._header, pieces.start, len(pieces), nbytes // word,
                 len(borders) - 1, 0,
             ],
             np.int64,

@@ -206,10 +206,8 @@ class CudaCopies:
     # ── through chunks ───────────────────────────────────────────────────────────────────────────
 
     def _through_chunks(self, copy: PageCopy) -> None:
-        number, nbytes = (
-            self._number_of(copy.memory),
-            len(copy.pieces) * copy.memory.layout.piece_bytes,
-        )
+        number = self._number_of(copy.memory)
+        nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
         borders = self._borders(len(copy.pages), nbytes)
         joins = nbytes == copy.memory.page_bytes == copy.host_step
         if self._loop is not None:
@@ -265,8 +263,8 @@ class CudaCopies:
         first, count = host_runs(
             copy.slots, copy.memory.host_chunk_pages, joined=joins, borders=borders
         )
-        offset = copy.host_address + copy.pieces.start * copy.memory.layout.piece_bytes
-        return first, offset + copy.slots[first] * copy.host_step, count * nbytes
+        here = copy.part_address + copy.slots[first] * copy.host_step
+        return first, here, count * nbytes
 
     def _move(
         self, number: int, copy: PageCopy, some: slice, step: Step, *, page_bytes: int
@@ -280,8 +278,7 @@ class CudaCopies:
             numbers[:count] = pages
             if copy.is_staged_on_device:
                 numbers[count : 2 * count] = copy.slots[some]
-                first = pieces.start * copy.memory.layout.piece_bytes
-                at = (copy.host_address + first - step.address) // word
+                at = (copy.part_address - step.address) // word
             header = (count, pieces.start, len(pieces), page_bytes // word, at)
             step.numbers[:6] = *header, copy.is_staged_on_device
             cuda_driver.launch(step.graphs[number], self._kernels.cuda_stream)

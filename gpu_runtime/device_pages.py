@@ -157,6 +157,11 @@ class PageCopy:
         return host.data_ptr() if isinstance(host, torch.Tensor) else int(host.ctypes.data)
 
     @property
+    def part_address(self) -> int:
+        """Of what moves of the first host page."""
+        return self.host_address + self.pieces.start * self.memory.layout.piece_bytes
+
+    @property
     def host_step(self) -> int:
         """Bytes from a host page to the next."""
         return int(self.host.shape[1])

@@ -128,7 +128,8 @@ def run(
     first = geometries[0]
     burst = BURST_PAGES * first.spec.page_bytes(first.page_tokens)
     walls = [(geometry, geometry.label, nbytes) for geometry in geometries]
-    for geometry, label, size in (*walls, (first, f"{BURST_PAGES} pages: {first.label}", burst)):
+    walls.append((first, f"{BURST_PAGES} pages: {first.label}", burst))
+    for geometry, label, size in walls:
         note(f"{label}: through RuntimeInterface")  # first, in a process that is as a server's
         _wall(report, geometry, label, size, seed)
         save(report)
