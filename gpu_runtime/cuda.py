@@ -1,8 +1,9 @@
 """The CUDA device: one GPU, with a compute stream and a copy stream each way.
 
 Each stream has a thread that enqueues its work on a CUDA stream, and a thread that waits for its
-events and runs their callbacks. So enqueueing never blocks control, and order between streams is
-made by CUDA events alone (`cudaStreamWaitEvent`), never by the host.
+events and runs their callbacks. So enqueueing never blocks control, and order between these streams
+is made by CUDA events alone (`cudaStreamWaitEvent`), never by the host. Within a copy that nobody
+waits for it is (`cuda_copies`).
 """
 
 from __future__ import annotations

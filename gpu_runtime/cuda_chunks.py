@@ -8,13 +8,15 @@ Triton needs as well; where there is none `CudaCopies` does the same in Python.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -36,7 +38,7 @@ SOURCE = Path(__file__).with_name("enqueue.c")
 COMPILE_S = 60.0
 _compiling = threading.Lock()
 _REFUSED = (
-    "cuEventSynchronize", "cuStreamWaitEvent", "cuGraphLaunch", "cuEventRecord",
+    "cuEventSynchronize", "cuStreamWaitEvent", "cuEventQuery", "cuGraphLaunch", "cuEventRecord",
     "a copy through chunks",
 )  # fmt: skip
 """By the numbers of `enqueue.c`."""
@@ -64,6 +66,19 @@ class Step:
 
     def __post_init__(self) -> None:
         self.numbers, self.address = self.pinned.numpy(), self.chunk.data_ptr()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage is collected: a graph among it would spoil the one that is being captured."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def compiled() -> Any:
@@ -150,7 +165,7 @@ class ChunkLoop:
         assert copy.memory.host_chunk_pages > 0
         job = np.array(
             [
-                turn, len(self._steps), out, kernels, bus,
+                turn, len(self._steps), out, not copy.is_awaited, kernels, bus,
                 copy.part_address, copy.host_step, nbytes,
                 joins, copy.memory.host_chunk_pages,
                 self._header, pieces.start, len(pieces), nbytes // word,

@@ -11,8 +11,12 @@ small, so there are two ways, by the size of a piece (a layer's K, say, of one p
 
 Copies through chunks are on one stream each way: on two the engine would mix them, and both chunks
 would be free at the same time, and then neither. Kernels are on another. Of these two the one that
-ends a copy is the stream that others wait for: a third one without work of its own, that waited for
-it, cost a loop of launches beside it up to 19 %, and the bus 3 to 8 %.
+ends a copy is the stream that others wait for.
+
+A stream that waits on the GPU asks for its event again and again, on one of the two ways by which
+the GPU takes launches, and the streams that share it, about half of all, launch slower: a loop of
+launches beside copies into the device lost 28 % on one of those, else 11 %. So the host launches
+kernels when their chunk is there. A copy that a stream is to wait for is enqueued at once, though.
 
 Storage that reaches the device itself (GPUDirect) moves whole pages to and from chunks of its own
 there. Between those and pages small pieces go by the same kernels, large ones directly as well.
@@ -24,9 +28,7 @@ is on the thread that launches compute, and most of it is compiled C without the
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Protocol
@@ -36,7 +38,7 @@ import torch
 
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
-from kvstrata.gpu_runtime.cuda_chunks import ChunkLoop, Step, compiled
+from kvstrata.gpu_runtime.cuda_chunks import ChunkLoop, Step, compiled, no_collection
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
@@ -68,6 +70,9 @@ is short where nothing moves yet, and each of the next moves while twice as much
 is long: other threads' calls wait for it."""
 FIRST_CHUNK_BYTES = 8 << 20
 """Out of the device where nothing moves yet: a chunk is gathered before it moves."""
+LAST_CHUNK_BYTES = 16 << 20
+"""Into the device where the host paces: the kernel of the last chunk waits on the GPU, so that the
+thread can go on to the next copy while it moves (0.3 ms)."""
 RING = 16
 """Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
 16 KiB and more; else the enqueueing thread waits for the first of them."""
@@ -208,7 +213,7 @@ class CudaCopies:
     def _through_chunks(self, copy: PageCopy) -> None:
         number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
-        borders = self._borders(len(copy.pages), nbytes)
+        borders = self._borders(len(copy.pages), nbytes, paces=not copy.is_awaited)
         joins = nbytes == copy.memory.page_bytes == copy.host_step
         if self._loop is not None:
             self._turn, code, call = self._loop.run(
@@ -218,14 +223,19 @@ class CudaCopies:
             cuda_driver.check(code, call)
             return
         places, here, lengths = self._host_runs(copy, nbytes, borders, joins=joins)
+        late: tuple[Step, slice] | None = None
+        """Its pages go to the device, and its kernel is not launched."""
         for at, end in pairwise(borders):
             before = self._steps[self._turn - 2]  # the last one with this chunk
-            step = self._next_step()
+            step, some = self._next_step(), slice(at, end)
             first, last = np.searchsorted(places, (at, end))
             there = step.address + (places[first:last] - at) * nbytes
             if self._out:
-                before.bussed.hold_back(self._kernels)
-                self._move(number, copy, slice(at, end), step, page_bytes=nbytes)
+                if copy.is_awaited:
+                    before.bussed.hold_back(self._kernels)
+                else:
+                    before.bussed.sleep_until_passed()
+                self._move(number, copy, some, step, page_bytes=nbytes)
                 step.moved.hold_back(self._bus)
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
@@ -233,8 +243,13 @@ class CudaCopies:
                 before.moved.hold_back(self._bus)
                 self._enqueue(there, here[first:last], lengths[first:last], self._bus)
                 step.bussed.record(self._bus)
-                step.bussed.hold_back(self._kernels)
-                self._move(number, copy, slice(at, end), step, page_bytes=nbytes)
+                if late is not None:
+                    late[0].bussed.sleep_until_passed()
+                    self._move(number, copy, late[1], late[0], page_bytes=nbytes)
+                late = None if copy.is_awaited or end == borders[-1] else (step, some)
+                if late is None:  # else the next one goes on the bus first
+                    step.bussed.hold_back(self._kernels)
+                    self._move(number, copy, some, step, page_bytes=nbytes)
 
     def _next_step(self) -> Step:
         step = self._steps[self._turn]
@@ -242,17 +257,20 @@ class CudaCopies:
         step.moved.synchronize()  # long ago, as a rule: then its order may be written again
         return step
 
-    def _borders(self, count: int, nbytes: int) -> list[int]:
+    def _borders(self, count: int, nbytes: int, *, paces: bool) -> list[int]:
         """Where the chunks of `count` pages of `nbytes` begin, and the end. All are about as large,
-        as a small last one costs as much; but the first is short where the bus waits for it."""
+        as a small one costs as much; but the first is short where the bus waits for it, and the
+        last where the GPU waits for it alone."""
         most = min(self._chunk_bytes // nbytes, ORDER_PAGES)
-        first = 0
+        first = last = 0
         if self._out and self._steps[self._turn - 1].bussed.has_passed():
             first = min(max(1, FIRST_CHUNK_BYTES // nbytes), most, count)
-        rest = count - first
+        elif paces and not self._out:
+            last = min(max(1, LAST_CHUNK_BYTES // nbytes), most, count)
+        rest = count - first - last
         turns = max(1, -(-rest // most))
-        borders = range(first, count, max(1, -(-rest // turns)))
-        return [*([0] if first else []), *borders, count]
+        borders = range(first, count - last, max(1, -(-rest // turns)))
+        return [*([0] if first else []), *borders, *([count - last] if last else []), count]
 
     @staticmethod
     def _host_runs(
@@ -361,7 +379,7 @@ class CudaCopies:
         stream.synchronize()
         captured: list[tuple[torch.cuda.CUDAGraph, int]] = []
         try:
-            with _no_collection():
+            with no_collection():
                 for step in self._steps:
                     graph = torch.cuda.CUDAGraph(keep_graph=True)
                     # Other threads may use the device meanwhile.
@@ -373,16 +391,3 @@ class CudaCopies:
                 cuda_driver.destroy(kernel)
             raise
         return captured
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected: a graph among it would spoil the one that is being captured."""
-    collects = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

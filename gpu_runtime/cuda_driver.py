@@ -40,6 +40,9 @@ class CudaCopyError(RuntimeError):
     """The driver refused a copy. What it took before may still run: wait for the stream."""
 
 
+ADDRESSES = (
+    "cuEventRecord", "cuStreamWaitEvent", "cuGraphLaunch", "cuEventSynchronize", "cuEventQuery",
+)  # fmt: skip
 LONG_BATCH = 16
 """Copies of one call that take the driver so long (0.5 to 2 µs each) that it gives the lock
 away."""
@@ -114,12 +117,11 @@ def copy_batch(
 
 def addresses() -> Numbers:
     """For C code that calls the driver itself: of cuEventRecord, cuStreamWaitEvent, cuGraphLaunch,
-    cuEventSynchronize and the call for many copies; whether that also takes where to tell which one
-    failed; and its attributes, and where these begin. Only if `has_batches`."""
+    cuEventSynchronize, cuEventQuery and the call for many copies; whether that also takes where to
+    tell which one failed; and its attributes, and where these begin. Only if `has_batches`."""
     batches = _batches()
     assert batches is not None
-    names = ("cuEventRecord", "cuStreamWaitEvent", "cuGraphLaunch", "cuEventSynchronize")
-    calls = [getattr(_driver(), name) for name in names] + [batches.long]
+    calls = [getattr(_driver(), name) for name in ADDRESSES] + [batches.long]
     found = [ctypes.cast(call, ctypes.c_void_p).value for call in calls]
     return np.array([*found, batches.tells_failed, *batches.constants], np.int64)
 

@@ -2,9 +2,12 @@
  * that has given the interpreter lock away. `cuda_chunks` compiles and calls it, and lays out in
  * memory what is declared here. */
 
+#define _POSIX_C_SOURCE 199309L /* nanosleep */
+
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef void *Handle;
 
@@ -21,6 +24,7 @@ typedef struct {
     int (*wait)(Handle stream, Handle event, unsigned flags);
     int (*launch)(Handle graph, Handle stream);
     int (*synchronize)(Handle event);
+    int (*query)(Handle event);
     void (*copy_batch)(void); /* a CopyBatch, or if `is_old` an OldCopyBatch */
     int64_t is_old;
     void *attributes, *first;
@@ -35,6 +39,7 @@ typedef struct {
 typedef struct {
     int64_t turn; /* the step that is next; told back */
     int64_t ring, out;
+    int64_t paces; /* the host waits until a kernel may run, not the GPU */
     Handle kernels, bus;
     int64_t host, host_step; /* what moves of the first host page, and the bytes to the next one */
     int64_t nbytes;          /* of each page */
@@ -45,7 +50,9 @@ typedef struct {
     int64_t refused; /* told back: which call was, see below */
 } Copy;
 
-enum { SYNCHRONIZE, WAIT, LAUNCH, RECORD, COPY_BATCH };
+enum { SYNCHRONIZE, WAIT, QUERY, LAUNCH, RECORD, COPY_BATCH };
+
+enum { NOT_READY = 600, PAUSE_NS = 50000 };
 
 #define TRY(number, call)               \
     do {                                \
@@ -67,13 +74,21 @@ static int copy_batch(const Driver *driver, const int64_t *to, const int64_t *fr
                                              driver->first, 1, stream);
 }
 
-static int move(const Driver *driver, const Step *step, Handle graph, Copy *copy,
-                const int64_t *pages, size_t count)
+static int sleep_until_passed(const Driver *driver, Handle event)
 {
-    const int64_t header[] = {
-        (int64_t)count, copy->first_piece, copy->pieces, copy->page_words, 0, 0};
+    const struct timespec pause = {0, PAUSE_NS};
+    int code;
+    while ((code = driver->query(event)) == NOT_READY)
+        nanosleep(&pause, NULL);
+    return code;
+}
+
+static int move(const Driver *driver, const Step *step, Handle graph, Copy *copy,
+                const int64_t *pages, int64_t count)
+{
+    const int64_t header[] = {count, copy->first_piece, copy->pieces, copy->page_words, 0, 0};
     memcpy(step->order, header, sizeof header);
-    memcpy(step->order + copy->header, pages, count * sizeof *pages);
+    memcpy(step->order + copy->header, pages, (size_t)count * sizeof *pages);
     TRY(LAUNCH, driver->launch(graph, copy->kernels));
     TRY(RECORD, driver->record(step->moved, copy->kernels));
     return 0;
@@ -85,6 +100,8 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
                      const int64_t *borders, const int64_t *pages, const int64_t *slots,
                      int64_t *scratch, Copy *copy)
 {
+    const Step *late = NULL; /* its pages go to the device, and its kernel is not launched */
+
     for (int64_t k = 0; k < copy->chunks; k++) {
         const int64_t at = borders[k], count = borders[k + 1] - at, turn = copy->turn;
         const Step *before = &steps[(turn + copy->ring - 2) % copy->ring], *step = &steps[turn];
@@ -104,8 +121,11 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
             }
         }
         if (copy->out) {
-            TRY(WAIT, driver->wait(copy->kernels, before->bussed, 0));
-            const int code = move(driver, step, graphs[turn], copy, pages + at, (size_t)count);
+            if (copy->paces)
+                TRY(QUERY, sleep_until_passed(driver, before->bussed));
+            else
+                TRY(WAIT, driver->wait(copy->kernels, before->bussed, 0));
+            const int code = move(driver, step, graphs[turn], copy, pages + at, count);
             if (code)
                 return code;
             TRY(WAIT, driver->wait(copy->bus, step->moved, 0));
@@ -115,8 +135,18 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
             TRY(WAIT, driver->wait(copy->bus, before->moved, 0));
             TRY(COPY_BATCH, copy_batch(driver, there, here, lengths, runs, copy->bus));
             TRY(RECORD, driver->record(step->bussed, copy->bus));
+            if (late) {
+                TRY(QUERY, sleep_until_passed(driver, late->bussed));
+                const int code = move(driver, late, graphs[late - steps], copy,
+                                      pages + borders[k - 1], at - borders[k - 1]);
+                if (code)
+                    return code;
+            }
+            late = copy->paces && k + 1 < copy->chunks ? step : NULL;
+            if (late)
+                continue; /* the next one goes on the bus first */
             TRY(WAIT, driver->wait(copy->kernels, step->bussed, 0));
-            const int code = move(driver, step, graphs[turn], copy, pages + at, (size_t)count);
+            const int code = move(driver, step, graphs[turn], copy, pages + at, count);
             if (code)
                 return code;
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -67,12 +67,15 @@ class CopyQueues:
     ) -> list[Event]:
         """Queue copies, group after group; returns the event behind each group. `result` gets the
         first error. `enqueued` is called on the stream's thread, behind the last."""
+        is_awaited = priority is CopyPriority.AWAITED
         move = self._device.copy_out if out else self._device.copy_in
         queued = [
             [
                 Slice(partial(_run, result, partial(move, part)), part.nbytes)
                 for copy in group
-                for part in slices_of(copy, self._device.copy_slice_bytes)
+                for part in slices_of(
+                    replace(copy, is_awaited=is_awaited), self._device.copy_slice_bytes
+                )
             ]
             for group in groups
         ]
@@ -172,12 +175,8 @@ def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
     next page lies beside where it found the last.
     """
     most = max(1, most_bytes * len(copy.pages) // copy.nbytes)
-    order = np.argsort(copy.slots)
-    pages, slots = copy.pages[order], copy.slots[order]
-    return [
-        PageCopy(copy.memory, pages[at:end], copy.host, slots[at:end], copy.part)
-        for at, end in chunks_of(len(pages), most)
-    ]
+    copy = copy.some(np.argsort(copy.slots))
+    return [copy.some(slice(at, end)) for at, end in chunks_of(len(copy.pages), most)]
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:

@@ -24,7 +24,7 @@ from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
 from kvstrata.gpu_runtime.device_pages import PageCopy
 
-HEADER, REFUSED = 8, 700
+HEADER, REFUSED, NOT_READY = 8, 700, 600
 NUMBER = ctypes.c_int64
 
 
@@ -43,6 +43,12 @@ class World:
         self.calls.append(what)
         self.calls_left -= 1
         return REFUSED if self.calls_left == 0 else 0
+
+    def query(self, event: int) -> int:
+        """Not passed, when it is asked for the first time in a row."""
+        asked = ("query", event)
+        is_first = self.calls[-1:] != [asked]
+        return self.call(*asked) or (NOT_READY if is_first else 0)
 
     def launch(self, graph: int, stream: int) -> int:
         order = self.orders[graph]
@@ -67,6 +73,7 @@ class World:
             (lambda stream, event, flags: self.call("wait", stream, event) + flags, 3),
             (self.launch, 2),
             (lambda event: self.call("synchronize", event), 1),
+            (self.query, 1),
             (batch, 9 if tells_failed else 8),
         ]
         callbacks = [
@@ -97,6 +104,11 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
         def synchronize(self) -> None:
             cuda_driver.check(world.call("synchronize", self.handle), "it")
 
+        def sleep_until_passed(self) -> None:
+            while (code := world.query(self.handle)) == NOT_READY:
+                pass
+            cuda_driver.check(code, "it")
+
         def has_passed(self) -> bool:
             return self.passed
 
@@ -114,7 +126,7 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver, "HAS_TRITON": True,
         "HEADER": HEADER, "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
-        "_no_collection": nullcontext,
+        "no_collection": nullcontext,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
     numbers = world.addresses(tells_failed=request.param)
@@ -157,6 +169,7 @@ def test_calls_are_those_that_python_makes(
             for size in rng.choice([16, 24, 80], 2)
         ]
         monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 3, 2048])))
+        monkeypatch.setattr(cuda_copies, "LAST_CHUNK_BYTES", int(rng.choice([1, 500, 1 << 20])))
         out, chunk_bytes = bool(rng.integers(2)), 80 * layers * int(rng.integers(1, 9))
         copies = made(world, memories, out=out, chunk_bytes=chunk_bytes)
         loop = copies._loop
@@ -168,7 +181,8 @@ def test_calls_are_those_that_python_makes(
             count, begin = int(rng.integers(pages + 1)), int(rng.integers(layers))
             part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
             places = np.sort(rng.permutation(slots)[:count])
-            copy = PageCopy(memory, rng.permutation(pages)[:count], host, places, part)
+            numbers, is_awaited = rng.permutation(pages)[:count], bool(rng.integers(2))
+            copy = PageCopy(memory, numbers, host, places, part, is_awaited)
             first, refused = copies._turn, int(rng.integers(30)) * int(rng.integers(2))
             found = []
             for copies._loop in (None, loop):

@@ -43,6 +43,9 @@ class Event:
     def synchronize(self) -> None:
         return
 
+    def sleep_until_passed(self) -> None:
+        self.log.append(("host", self._after))
+
     passed = True
 
     def has_passed(self) -> bool:
@@ -129,7 +132,7 @@ def test_every_byte_goes_where_it_should(
             (at + i * stride, at + min(i + border, slots) * stride) for i in range(0, slots, border)
         ]
         monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 2, 2048])))
-        for name in ("FIRST_BYTES", "CALL_BYTES", "FIRST_CHUNK_BYTES"):
+        for name in ("FIRST_BYTES", "CALL_BYTES", "FIRST_CHUNK_BYTES", "LAST_CHUNK_BYTES"):
             monkeypatch.setattr(cuda_copies, name, int(rng.choice([1, 100_000, 8 << 20])))
         out, chunk = bool(rng.integers(2)), memory.page_bytes * int(rng.integers(1, 9))
         copies = made(out=out, chunk_bytes=chunk + int(rng.integers(0, 5)))
@@ -141,19 +144,21 @@ def test_every_byte_goes_where_it_should(
         want = after(host, device, part, (numbers, places), out=out)
         is_chunk = stride % 16 == 0 and rng.integers(2)
         there: Any = torch.from_numpy(host) if is_chunk else host
-        copy = PageCopy(memory, numbers, there, places, part)
+        copy = PageCopy(memory, numbers, there, places, part, bool(rng.integers(2)))
         for one in slices_of(copy, int(rng.choice([1, memory.page_bytes * 3, 1 << 30]))):
             copies.copy(one)
         assert (host == want[0]).all()
         assert (device == want[1]).all()
 
 
+@pytest.mark.parametrize("is_awaited", [False, True])
 @pytest.mark.parametrize("piece", [64, 65536])
 @pytest.mark.parametrize("out", [True, False])
 def test_who_waits_for_whom(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, piece: int
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, piece: int, is_awaited: bool
 ) -> None:
-    """Chunks are handed on, and the stream is behind all of it, also when a copy fails."""
+    """Chunks are handed on, and the stream is behind all of it, also when a copy fails. Kernels do
+    not wait on the GPU, but in a copy that is awaited, and the last one into the device."""
     rng = np.random.default_rng(1)
     memory, _ = pool(rng, 2, 8, piece)
     host = np.zeros((8, memory.page_bytes), np.uint8)
@@ -162,12 +167,17 @@ def test_who_waits_for_whom(
     assert [s.name for s in copies.streams] == ["owner", "follower"]
     assert copies.streams[1].priority == -1  # type: ignore[attr-defined]
     assert copies._owner.followers == [copies.streams[1]]
-    copy = PageCopy(memory, np.arange(8), host, rng.permutation(8))
+    copy = PageCopy(memory, np.arange(8), host, rng.permutation(8), is_awaited=is_awaited)
     copies.copy(copy)
+    free, full = ("follower", "owner"), ("owner", "follower")
     if piece == 65536:
         assert not Event.log
-    else:  # the chunk is free again, then it is full; nobody else waits
-        assert Event.log == [("follower", "owner"), ("owner", "follower")] * 4
+    elif is_awaited:  # the chunk is free again, then it is full; nobody else waits
+        assert Event.log == [free, full] * 4
+    elif out:
+        assert Event.log == [("host", "owner"), full] * 4
+    else:
+        assert Event.log == [free] + [free, ("host", "follower")] * 3 + [full]
 
     def refuse(*_: Any, **__: Any) -> None:
         Event.log.clear()
@@ -194,21 +204,24 @@ def test_calls_of_a_direct_copy(
     assert driver.calls == [n * 65536 for n in want]
 
 
+@pytest.mark.parametrize("is_awaited", [True, False])
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("out", [True, False])
 def test_chunks_of_a_copy_are_about_as_large(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, idle: bool
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, idle: bool, is_awaited: bool
 ) -> None:
-    """But the first is short where the bus waits for it to be gathered."""
+    """But the first is short where the bus waits for it to be gathered, and the last into the
+    device."""
     memory, _ = pool(np.random.default_rng(1), 2, 9, 64)
     monkeypatch.setattr(cuda_copies, "FIRST_CHUNK_BYTES", memory.page_bytes)
+    monkeypatch.setattr(cuda_copies, "LAST_CHUNK_BYTES", 2 * memory.page_bytes)
     monkeypatch.setattr(Event, "passed", idle)
     copies = made(out=out, chunk_bytes=4 * memory.page_bytes)
     host = np.zeros((9, memory.page_bytes), np.uint8)
-    copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9)))
-    assert driver.calls == [
-        n * memory.page_bytes for n in ((1, 4, 4) if out and idle else (3, 3, 3))
-    ]
+    copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9), is_awaited=is_awaited))
+    last_is_short = not out and not is_awaited
+    want = (1, 4, 4) if out and idle else (4, 3, 2) if last_is_short else (3, 3, 3)
+    assert driver.calls == [n * memory.page_bytes for n in want]
 
 
 @pytest.fixture
@@ -245,7 +258,7 @@ def test_orders_say_where_the_bytes_are(
     """A kernel that does byte by byte what its order says: random pools, parts, chunks of ours and
     staging on the device, with several orders a copy."""
     capture("kernel")
-    monkeypatch.setattr(cuda_copies, "_no_collection", nullcontext)
+    monkeypatch.setattr(cuda_copies, "no_collection", nullcontext)
     rng = np.random.default_rng((seed, part_of_ten))
     for _ in range(20):
         monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 3, 2048])))
@@ -262,7 +275,7 @@ def test_orders_say_where_the_bytes_are(
         part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
         numbers, places = rng.permutation(pages)[:n], rng.permutation(slots)[:n]
         want = after(host, device, part, (numbers, places), out=out)
-        copies.copy(PageCopy(memory, numbers, staged, places, part))
+        copies.copy(PageCopy(memory, numbers, staged, places, part, bool(rng.integers(2))))
         assert (host == want[0]).all()
         assert (device == want[1]).all()
 

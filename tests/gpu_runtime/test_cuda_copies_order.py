@@ -93,6 +93,10 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         def synchronize(self) -> None:
             join(world.host, self.clock)
 
+        def sleep_until_passed(self) -> None:
+            world.call()
+            join(world.host, self.clock)
+
         def has_passed(self) -> bool:
             return bool(world.rng.integers(2))
 
@@ -128,6 +132,7 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         "HAS_TRITON": True, "HEADER": 8, "compiled": lambda: None,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000, "FIRST_CHUNK_BYTES": 300,
+        "LAST_CHUNK_BYTES": 300,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
     return world
@@ -173,7 +178,8 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
         slots = world.rng.permutation(PAGES)[: len(pages)]
         world.calls_left = int(world.rng.integers(24)) if fails else 0
         try:
-            copies.copy(PageCopy(memory, pages, host, slots))
+            is_awaited = bool(world.rng.integers(2))
+            copies.copy(PageCopy(memory, pages, host, slots, is_awaited=is_awaited))
         except CudaCopyError:
             assert fails
         world.calls_left = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,7 @@ class Mover:
 
     def __init__(self, device: Any, memory: DevicePages, host: np.ndarray[Any, Any]) -> None:
         self.device, self.memory = device, memory
+        self.are_awaited = itertools.cycle([False, False, True, True])
         stride = aligned(memory.page_bytes)
         self.host = host[: SLOTS * stride].reshape(SLOTS, stride)
         chunks = [min(CHUNK_PAGES, SLOTS - at) * stride for at in range(0, SLOTS, CHUNK_PAGES)]
@@ -73,7 +75,8 @@ class Mover:
         chunk: torch.Tensor | None = None,
     ) -> None:
         host: Any = self.host if chunk is None else chunk
-        copy = PageCopy(self.memory, np.asarray(pages), host, np.asarray(slots), part)
+        is_awaited = next(self.are_awaited)
+        copy = PageCopy(self.memory, np.asarray(pages), host, np.asarray(slots), part, is_awaited)
         stream = self.device.d2h if out else self.device.h2d
         run: Callable[[PageCopy], None] = self.device.copy_out if out else self.device.copy_in
         stream.enqueue(lambda: run(copy), copy.nbytes)

@@ -216,6 +216,7 @@ def _costs(
     methods: dict[str, Method],
     repeats: int,
 ) -> None:
+    methods = methods | {"kvstrata": partial(case.ours, is_awaited=False)}
     for out in (True, False):
         for work, run_work in works.items():
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
@@ -350,7 +351,7 @@ def _groups(report: TransferReport, geometry: Geometry, repeats: int, seed: int)
         case.streams[False].wait(events[0])
         for group, event in enumerate(events[1:]):
             ends = (pieces * group // LAYER_GROUPS, pieces * (group + 1) // LAYER_GROUPS)
-            case.group(False, slice(*ends))
+            case.ours(False, part=slice(*ends))
             event.record(case.stream(False))
         torch.cuda.synchronize()
         whole = events[0].elapsed_time(events[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from kvstrata.gpu_runtime import ComponentPool, ComponentSpec
 from kvstrata.gpu_runtime.base import Device
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
-from kvstrata.gpu_runtime.device_pages import PageCopy
+from kvstrata.gpu_runtime.device_pages import WHOLE, PageCopy
 from kvstrata.gpu_runtime.transfers import slices_of
 from kvstrata.staging import SharedRegion, aligned
 
@@ -137,18 +137,13 @@ class Case:
         with torch.cuda.stream(self.stream(out)):
             target.copy_(source, non_blocking=True)
 
-    def ours(self, out: bool) -> None:
+    def ours(self, out: bool, *, part: slice = WHOLE, is_awaited: bool = True) -> None:
+        """All pieces, or some, of all pages. Unless `is_awaited`, returns when most have moved, as
+        those of a runtime's prefetch and write-back do."""
+        whole = replace(self.page_copies[out], part=part, is_awaited=is_awaited)
         with torch.cuda.stream(self.stream(out)):
-            for part in slices_of(self.page_copies[out], Device.copy_slice_bytes):
-                self.copies[out].copy(part)
-
-    def group(self, out: bool, part: slice) -> None:
-        """Some pieces of all pages."""
-        copy = self.page_copies[out]
-        whole = PageCopy(copy.memory, copy.pages, copy.host, copy.slots, part)
-        with torch.cuda.stream(self.stream(out)):
-            for piece in slices_of(whole, Device.copy_slice_bytes):
-                self.copies[out].copy(piece)
+            for some in slices_of(whole, Device.copy_slice_bytes):
+                self.copies[out].copy(some)
 
     def host_kernel(self, out: bool) -> None:
         """A kernel that writes or reads pinned host memory itself, as SGLang's and LMCache's do."""
