@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import torch
 
 from kvstrata.errors import ConfigError, Where
+from kvstrata.gpu_runtime import cuda_driver
 from kvstrata.gpu_runtime.base import Device, Event
 from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
@@ -97,6 +98,7 @@ class CudaStream(CpuStream):
         try:
             torch.cuda.set_device(self._device.torch_device)
             torch.cuda.set_stream(self.cuda)
+            cuda_driver.leave_captures_alone()
         except BaseException as exc:
             logger.exception("stream %s cannot begin", self.name)
             self._device.fault = self._device.fault or exc
@@ -132,6 +134,7 @@ class CudaStream(CpuStream):
         """Wait for events in order and run their callbacks. After a CUDA error (the context is lost
         then), or a callback that raised, nothing completes: what depends on it must not be
         believed."""
+        cuda_driver.leave_captures_alone()
         while (event := self._completions.get()) is not None:
             try:
                 self._complete_one(event)

@@ -32,6 +32,8 @@ _ATTRIBUTES = np.dtype(
 """CUmemcpyAttributes."""
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY: no error."""
+_CAPTURES_OF_THREAD = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 _ORDER_OF_STREAM = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there, not before."""
 
@@ -156,6 +158,13 @@ def instantiate(captured: int) -> int:
     arguments = ctypes.byref(graph), ctypes.c_void_p(captured), ctypes.c_ulonglong(0)
     _call("cuGraphInstantiateWithFlags", *arguments)
     return int(graph.value or 0)
+
+
+def leave_captures_alone() -> None:
+    """What the calling thread does from now on spoils no graph that another thread captures, and is
+    not refused because of it. Else every wait for an event does and is, as captures are of the
+    whole process unless they say otherwise (cuThreadExchangeStreamCaptureMode)."""
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURES_OF_THREAD)))
 
 
 def destroy(graph: int) -> None:

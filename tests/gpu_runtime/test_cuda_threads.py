@@ -3,6 +3,7 @@ that has done everything at once stands in for it. What a real one orders is in 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -91,11 +92,17 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
     copies = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(cuda, "CudaCopies", lambda *args, **more: copies)
     monkeypatch.setattr(cuda, "ReusedEvent", InstantEvent)
+    left_alone: list[int] = []
+    leave = lambda: left_alone.append(threading.get_ident())  # noqa: E731
+    monkeypatch.setattr(cuda.cuda_driver, "leave_captures_alone", leave)
     monkeypatch.setattr(InstantEvent, "now_ms", 0.0)
     device = cuda.CudaDevice(Timeline())
     assert made == [0, -1, -1], "kernels of copies do not wait for a model's"
     yield device
     device.close(LONG_S)
+    streams = (device.compute, device.h2d, device.d2h)
+    threads = {t.ident for s in streams for t in (s._thread, s._completer)}
+    assert threads <= set(left_alone), "a model captures graphs meanwhile"
 
 
 def close_at_once(device: Any) -> bool:

@@ -265,3 +265,40 @@ def test_a_copy_may_be_the_first_thing_that_a_thread_does_with_the_gpu(
         thread.join()
         torch.cuda.synchronize()
         assert not failures
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_graphs_are_captured_beside_copies(device: Any, host: Any, is_awaited: bool) -> None:
+    """By an engine, which does not say that they are of its thread alone: neither spoils the other.
+    Threads of ours ask for events all the time."""
+    sizes = [128] * 2
+    memory = adopt(
+        [torch.zeros((PAGES, n), dtype=torch.uint8, device="cuda") for n in sizes], page_axis=0
+    )
+    mover, pages = Mover(device, memory, host), np.arange(COUNT)
+    copy = PageCopy(memory, pages, mover.host, pages, is_awaited=is_awaited)
+    stop, ends = threading.Event(), list[Any]()
+
+    def keep_moving() -> None:
+        while not stop.is_set():
+            device.d2h.enqueue(lambda: device.copy_out(copy), copy.nbytes)
+            device.h2d.enqueue(lambda: device.copy_in(copy), copy.nbytes)
+            ends[:] = device.d2h.record(), device.h2d.record()
+            assert all(end.wait(30.0) for end in ends)
+
+    thread = threading.Thread(target=keep_moving)
+    thread.start()
+    try:
+        for i in range(30):
+            x, graph = torch.full((1 << 16,), i, device="cuda"), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(200):
+                    x += 1
+            graph.replay()
+            torch.cuda.synchronize()
+            assert int(x[0]) == i + 200
+    finally:
+        stop.set()
+        thread.join()
+    assert device.fault is None
+    assert all(end.query() for end in ends)
