@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import torch
@@ -134,13 +134,19 @@ class CudaStream(CpuStream):
         """Wait for events in order and run their callbacks. After a CUDA error (the context is lost
         then), or a callback that raised, nothing completes: what depends on it must not be
         believed."""
-        cuda_driver.leave_captures_alone()
+        with self._breaks_the_device():
+            cuda_driver.leave_captures_alone()
         while (event := self._completions.get()) is not None:
-            try:
+            with self._breaks_the_device():
                 self._complete_one(event)
-            except BaseException as exc:
-                logger.exception("stream %s failed", self.name)
-                self._device.fault = self._device.fault or exc
+
+    @contextmanager
+    def _breaks_the_device(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as exc:
+            logger.exception("stream %s failed", self.name)
+            self._device.fault = self._device.fault or exc
 
     def _complete_one(self, event: CudaEvent) -> None:
         for before in event.after:  # these may take long: nobody spins meanwhile

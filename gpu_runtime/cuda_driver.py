@@ -45,6 +45,7 @@ class CudaCopyError(RuntimeError):
 ADDRESSES = (
     "cuEventRecord", "cuStreamWaitEvent", "cuGraphLaunch", "cuEventSynchronize", "cuEventQuery",
 )  # fmt: skip
+"""What `enqueue.c` calls, in the order of its `Driver`, but for the call for many copies."""
 LONG_BATCH = 16
 """Copies of one call that take the driver so long (0.5 to 2 µs each) that it gives the lock
 away."""
@@ -118,9 +119,9 @@ def copy_batch(
 
 
 def addresses() -> Numbers:
-    """For C code that calls the driver itself: of cuEventRecord, cuStreamWaitEvent, cuGraphLaunch,
-    cuEventSynchronize, cuEventQuery and the call for many copies; whether that also takes where to
-    tell which one failed; and its attributes, and where these begin. Only if `has_batches`."""
+    """For C code that calls the driver itself: those of ADDRESSES and the call for many copies;
+    whether that also takes where to tell which one failed; and its attributes, and where these
+    begin. Only if `has_batches`."""
     batches = _batches()
     assert batches is not None
     calls = [getattr(_driver(), name) for name in ADDRESSES] + [batches.long]

@@ -3,7 +3,7 @@
 Each operation knows what happens before it: what was on its stream, and behind the events that the
 stream was made to wait for. Two uses of a chunk of which one writes, or of an order, must be in
 order, whatever copies come, and wherever a call of the driver fails. With a GPU:
-`test_cuda_order.py`.
+`tests/tiers/test_cuda_order.py`.
 """
 
 from __future__ import annotations

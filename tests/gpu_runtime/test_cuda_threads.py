@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +188,18 @@ def test_a_stream_that_cannot_begin_breaks_the_device(
     with pytest.raises(IntegrityError, match="planted"):
         device.await_unless_broken(event.wait)
     stream.close(LONG_S)
+
+
+def test_a_completer_that_cannot_begin_breaks_the_device(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda.cuda_driver, "leave_captures_alone", broken)
+    stream = cuda.CudaStream.__new__(cuda.CudaStream)
+    stream.name, stream._device, stream._completions = "late", device, SimpleQueue()
+    stream._completions.put(None)
+    stream._complete()
+    with pytest.raises(IntegrityError, match="planted"):
+        device.check_fault()
 
 
 def test_a_callback_that_raises_breaks_the_device(device: Any) -> None:

@@ -1,0 +1,68 @@
+"""Calls of the CUDA driver that need none: what it is asked, and what is made of its answers."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstrata.gpu_runtime import cuda_driver, cuda_events
+from kvstrata.gpu_runtime.cuda_chunks import SOURCE
+from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
+from kvstrata.gpu_runtime.cuda_events import ReusedEvent
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    driver = SimpleNamespace()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda **_: driver)
+    return driver
+
+
+def test_the_host_sleeps_until_an_event_has_passed(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not shorter, not longer, and not at all when the driver says that something is wrong."""
+    answers, slept = [600, 600, 0, 600, 700], list[float]()
+    driver.cuEventQuery = lambda event: answers.pop(0)
+    monkeypatch.setattr(cuda_events.time, "sleep", slept.append)
+    event: Any = ReusedEvent.__new__(ReusedEvent)
+    event.handle = 5
+    event.sleep_until_passed()
+    assert slept == [cuda_events.PAUSE_S] * 2
+    with pytest.raises(CudaCopyError, match="refused cuEventQuery: error 700"):
+        event.sleep_until_passed()
+    assert len(slept) == 3
+
+
+def test_a_thread_leaves_captures_of_others_alone(driver: SimpleNamespace) -> None:
+    asked: list[int] = []
+
+    def exchange(mode: Any) -> int:
+        asked.append(ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0])
+        return 0
+
+    driver.cuThreadExchangeStreamCaptureMode = exchange
+    cuda_driver.leave_captures_alone()
+    assert asked == [1], "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"
+
+
+def test_addresses_are_those_that_c_reads(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of `Driver` in `enqueue.c`."""
+    source = SOURCE.read_text()
+    fields = re.findall(r"\(\*(\w+)\)\(", source[: source.index("} Driver;")])
+    assert fields == ["record", "wait", "launch", "synchronize", "query", "copy_batch"]
+    for field, name in zip(fields[:-1], cuda_driver.ADDRESSES, strict=True):
+        assert field in name.lower()
+    made = [ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0) for _ in range(6)]
+    for name, function in zip(cuda_driver.ADDRESSES, made, strict=False):
+        setattr(driver, name, function)
+    batches = SimpleNamespace(long=made[5], tells_failed=True, constants=(11, 22))
+    monkeypatch.setattr(cuda_driver, "_batches", lambda: batches)
+    want = [ctypes.cast(function, ctypes.c_void_p).value for function in made]
+    assert cuda_driver.addresses().tolist() == [*want, 1, 11, 22]
