@@ -168,7 +168,8 @@ class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     plugin: RequiredText
     """Name of the plugin, as `kvstrata backends list` has it."""
     on_full: str = "block"
-    """When the worker's queue is full: block (push back) | drop (the store is skipped, counted)."""
+    """When the worker's queue or the backend is full: block (a store waits for room, until its
+    deadline, with its pages) | drop (it is skipped, counted)."""
     queue_pages: Positive = 4096
     """Bound of the worker's queue."""
     deadline_s: Seconds = 60.0

@@ -15,7 +15,7 @@ ends a copy is the stream that others wait for.
 
 A stream that waits on the GPU asks for its event again and again, on one of the two ways by which
 the GPU takes launches, and the streams that share it, about half of all, launch slower: a loop of
-launches beside copies into the device lost 28 % on one of those, else 11 %. So the host launches
+launches beside copies into the device lost 29 % on one of those, else 11 %. So the host launches
 kernels when their chunk is there. A copy that a stream is to wait for is enqueued at once, though.
 
 Storage that reaches the device itself (GPUDirect) moves whole pages to and from chunks of its own

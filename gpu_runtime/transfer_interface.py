@@ -69,7 +69,8 @@ class Transfer:
 
     def join(self, group: int = -1) -> None:
         """Let the engine's stream (torch's current one) wait for the group, not the host; the host
-        waits only until the copy is enqueued (unless it `is_awaited`, most has moved by then). What
+        waits only until the copy is enqueued: of one that is not `is_awaited`, and of those before
+        it, most has moved by then, so work that they are fenced behind must be able to end. What
         runs there next finds the bytes. Raises IntegrityError when the device broke before."""
         self._device.join(self._events[group])
 
