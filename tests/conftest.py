@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -18,6 +19,9 @@ settings.register_profile("ci", derandomize=True, deadline=None, suppress_health
 settings.register_profile("dev", derandomize=True, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile("ci" if IN_CI else "dev")
+
+# A shell without job control lets what runs behind `&` ignore Ctrl-C, and so would what it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
