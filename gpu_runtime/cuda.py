@@ -95,15 +95,11 @@ class CudaStream(CpuStream):
         self._completions.put(event)
 
     def _run(self) -> None:
-        try:
+        with self._breaks_the_device():
             torch.cuda.set_device(self._device.torch_device)
             torch.cuda.set_stream(self.cuda)
             cuda_driver.leave_captures_alone()
-        except BaseException as exc:
-            logger.exception("stream %s cannot begin", self.name)
-            self._device.fault = self._device.fault or exc
-            return
-        super()._run()
+            super()._run()
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         span = self._spare_spans.popleft() if self._spare_spans else _Span(self.cuda)
