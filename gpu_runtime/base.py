@@ -107,7 +107,7 @@ class Device(ABC):
 
     def copy_out(self, copy: PageCopy) -> None:
         """Device pages into host pages. Work for the D2H stream: called on its thread, returns when
-        it is enqueued there; unless it `is_awaited`, most has moved by then."""
+        it is enqueued there, which may be when most of it has moved."""
         copy.memory.gather(copy)
 
     def copy_in(self, copy: PageCopy) -> None:

@@ -118,7 +118,7 @@ class BatchEngine:
             core.staging.give_back(source)
             core.settle_frees()
 
-        part.copy = self.copies.h2d(source, target, done, CopyPriority.AWAITED)
+        part.copy = self.copies.h2d(source, target, done, CopyPriority.RESTORE)
         batch.waits.append(part.copy.event)
 
     # ── execute ──────────────────────────────────────────────────────────────────────────────────

@@ -21,8 +21,8 @@ hear that one has ended. Of short ones more, for these end faster than that."""
 class CopyPriority(enum.IntEnum):
     """Which copy of one direction goes first."""
 
-    AWAITED = 0
-    """A stream is to wait for it: that of a prepared batch, say."""
+    RESTORE = 0
+    """A prepared batch waits for it."""
     PREFETCH = 1
     WRITE_BACK = 2
 

@@ -1,9 +1,9 @@
 """The CUDA device: one GPU, with a compute stream and a copy stream each way.
 
 Each stream has a thread that enqueues its work on a CUDA stream, and a thread that waits for its
-events and runs their callbacks. So enqueueing never blocks control, and order between these streams
-is made by CUDA events alone (`cudaStreamWaitEvent`), never by the host. Within a copy that nobody
-waits for it is (`cuda_copies`).
+events and runs their callbacks. So enqueueing never blocks control. What waits on the GPU slows
+launches there (`cuda_copies`), so only compute always does; the thread of a copy stream waits on
+the host for what its copies come behind, unless somebody waits for them to be enqueued (`Hurry`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
+from kvstrata.gpu_runtime.hurry import Hurry
 from kvstrata.gpu_runtime.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,10 @@ class CudaStream(CpuStream):
 
     def _wait_now(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
-        # Its own thread enqueues it; then the GPU waits, not the host.
-        self._device.await_unless_broken(event.recorded.wait)
+        if self._copies:
+            with self._device.hurry.or_complete(event) as wait:
+                self._device.await_unless_broken(wait)
+        self._device.await_recorded(event)
         for stream in (self.cuda, *self.followers):
             stream.wait_event(event.cuda)
         self._after.append(event)
@@ -179,6 +182,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._timeline = timeline
         self._registered: list[int] = []
+        self.hurry = Hurry()
         with torch.cuda.device(self.torch_device):
             zero = ReusedEvent(torch.cuda.current_stream(), timing=True)
             zero.synchronize()
@@ -188,7 +192,13 @@ class CudaDevice(Device):
         self.h2d: CudaStream = CudaStream("h2d", timeline, self, copies=True)
         self.d2h: CudaStream = CudaStream("d2h", timeline, self, copies=True)
         self._copies_in, self._copies_out = (
-            CudaCopies(self.torch_device, stream, out=out, chunk_bytes=chunk_bytes // 16 * 16)
+            CudaCopies(
+                self.torch_device,
+                stream,
+                out=out,
+                chunk_bytes=chunk_bytes // 16 * 16,
+                hurry=self.hurry,
+            )
             for stream, out in ((self.h2d, False), (self.d2h, True))
         )
 
@@ -207,8 +217,14 @@ class CudaDevice(Device):
 
     def join(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
-        self.await_unless_broken(event.recorded.wait)
+        self.await_recorded(event)
         torch.cuda.current_stream(self.torch_device).wait_event(event.cuda)
+
+    def await_recorded(self, event: CudaEvent) -> None:
+        """Until its own thread has enqueued it; from then on the GPU can wait for it."""
+        if not event.recorded.is_set():
+            with self.hurry:
+                self.await_unless_broken(event.recorded.wait)
 
     def prepare(self, memory: DevicePages) -> None:
         with torch.cuda.device(self.torch_device):

@@ -8,15 +8,13 @@ Triton needs as well; where there is none `CudaCopies` does the same in Python.
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -31,11 +29,14 @@ from kvstrata.gpu_runtime import cuda_driver
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import PageCopy
+from kvstrata.gpu_runtime.hurry import Hurry
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("enqueue.c")
 COMPILE_S = 60.0
+PAUSE_NS = 50_000
+"""From one look whether a chunk is ready to the next, and what the timer makes of it: 0.15 ms."""
 _compiling = threading.Lock()
 _REFUSED = (
     "cuEventSynchronize", "cuStreamWaitEvent", "cuEventQuery", "cuGraphLaunch", "cuEventRecord",
@@ -66,19 +67,6 @@ class Step:
 
     def __post_init__(self) -> None:
         self.numbers, self.address = self.pinned.numpy(), self.chunk.data_ptr()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """No garbage is collected: a graph among it would spoil the one that is being captured."""
-    collects = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def compiled() -> Any:
@@ -127,11 +115,11 @@ class ChunkLoop:
     """Of one direction. Called by the thread of its stream only."""
 
     def __init__(
-        self, function: Any, steps: Sequence[Step], *, header: int, most_pages: int
+        self, function: Any, steps: Sequence[Step], hurry: Hurry, header: int, most_pages: int
     ) -> None:
         """`function`: what was compiled. `header`: numbers of an order before those of pages, of
         which there are `most_pages` at most."""
-        self._function = function
+        self._function, self._hurry = function, hurry
         self._driver = cuda_driver.addresses()
         self._header, self._most_pages = header, most_pages
         rows = [(s.address, s.numbers.ctypes.data, s.moved.handle, s.bussed.handle) for s in steps]
@@ -165,7 +153,7 @@ class ChunkLoop:
         assert copy.memory.host_chunk_pages > 0
         job = np.array(
             [
-                turn, len(self._steps), out, not copy.is_awaited, kernels, bus,
+                turn, len(self._steps), out, self._hurry.word.ctypes.data, PAUSE_NS, kernels, bus,
                 copy.part_address, copy.host_step, nbytes,
                 joins, copy.memory.host_chunk_pages,
                 self._header, pieces.start, len(pieces), nbytes // word,

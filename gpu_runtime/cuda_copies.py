@@ -16,7 +16,7 @@ ends a copy is the stream that others wait for.
 A stream that waits on the GPU asks for its event again and again, on one of the two ways by which
 the GPU takes launches, and the streams that share it, about half of all, launch slower: a loop of
 launches beside copies into the device lost 29 % on one of those, else 11 %. So the host launches
-kernels when their chunk is there. A copy that a stream is to wait for is enqueued at once, though.
+kernels when their chunk is there, as long as nobody waits for the rest to be enqueued (`Hurry`).
 
 Storage that reaches the device itself (GPUDirect) moves whole pages to and from chunks of its own
 there. Between those and pages small pieces go by the same kernels, large ones directly as well.
@@ -28,6 +28,7 @@ is on the thread that launches compute, and most of it is compiled C without the
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
@@ -38,10 +39,11 @@ import torch
 
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
-from kvstrata.gpu_runtime.cuda_chunks import ChunkLoop, Step, compiled, no_collection
+from kvstrata.gpu_runtime.cuda_chunks import PAUSE_NS, ChunkLoop, Step, compiled
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
+from kvstrata.gpu_runtime.hurry import Hurry
 
 HAS_TRITON = find_spec("triton") is not None
 """Without it torch gathers, with more launches and one more pass over the data."""
@@ -71,8 +73,8 @@ is long: other threads' calls wait for it."""
 FIRST_CHUNK_BYTES = 8 << 20
 """Out of the device where nothing moves yet: a chunk is gathered before it moves."""
 LAST_CHUNK_BYTES = 16 << 20
-"""Into the device where the host paces: the kernel of the last chunk waits on the GPU, so that the
-thread can go on to the next copy while it moves (0.3 ms)."""
+"""Into the device: the kernel of the last chunk waits on the GPU, so that the thread can go on to
+the next copy while it moves (0.3 ms)."""
 RING = 16
 """Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
 16 KiB and more; else the enqueueing thread waits for the first of them."""
@@ -96,9 +98,10 @@ class CudaCopies:
         *,
         out: bool,
         chunk_bytes: int,
+        hurry: Hurry,
         ring: int = RING,
     ) -> None:
-        self._device, self._owner, self._out = device, owner, out
+        self._device, self._owner, self._out, self._hurry = device, owner, out, hurry
         self._chunk_bytes, self._ring = chunk_bytes, ring
         with torch.cuda.device(device):
             self._follower = torch.cuda.Stream(priority=-1)
@@ -120,8 +123,8 @@ class CudaCopies:
         return self._owner.cuda, self._follower
 
     def copy(self, copy: PageCopy) -> None:
-        """Enqueue. Raises CudaCopyError and what torch and Triton raise; the stream is behind what
-        was enqueued all the same."""
+        """Enqueue, while it moves unless anybody is in a hurry. Raises CudaCopyError and what torch
+        and Triton raise; the stream is behind what was enqueued all the same."""
         torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
         try:
             self.prepare(copy.memory)
@@ -159,7 +162,7 @@ class CudaCopies:
             steps = self._new_steps()
             function = compiled() if HAS_TRITON and self.batched else None
             if function is not None:
-                self._loop = ChunkLoop(function, steps, header=HEADER, most_pages=ORDER_PAGES)
+                self._loop = ChunkLoop(function, steps, self._hurry, HEADER, ORDER_PAGES)
             self._steps = steps
         starts = memory.layout.starts - memory.layout.starts[0]
         words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
@@ -213,7 +216,7 @@ class CudaCopies:
     def _through_chunks(self, copy: PageCopy) -> None:
         number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
-        borders = self._borders(len(copy.pages), nbytes, paces=not copy.is_awaited)
+        borders = self._borders(len(copy.pages), nbytes)
         joins = nbytes == copy.memory.page_bytes == copy.host_step
         if self._loop is not None:
             self._turn, code, call = self._loop.run(
@@ -224,32 +227,34 @@ class CudaCopies:
             return
         places, here, lengths = self._host_runs(copy, nbytes, borders, joins=joins)
         late: tuple[Step, slice] | None = None
-        """Its pages go to the device, and its kernel is not launched."""
+        """Its pages are on their way to the device; its kernel is next."""
         for at, end in pairwise(borders):
             before = self._steps[self._turn - 2]  # the last one with this chunk
             step, some = self._next_step(), slice(at, end)
             first, last = np.searchsorted(places, (at, end))
             there = step.address + (places[first:last] - at) * nbytes
             if self._out:
-                if copy.is_awaited:
-                    before.bussed.hold_back(self._kernels)
-                else:
-                    before.bussed.sleep_until_passed()
+                self._come_behind(before.bussed)
                 self._move(number, copy, some, step, page_bytes=nbytes)
-                step.moved.hold_back(self._bus)
-                self._enqueue(there, here[first:last], lengths[first:last], self._bus)
-                step.bussed.record(self._bus)
-            else:
-                before.moved.hold_back(self._bus)
-                self._enqueue(there, here[first:last], lengths[first:last], self._bus)
-                step.bussed.record(self._bus)
-                if late is not None:
-                    late[0].bussed.sleep_until_passed()
-                    self._move(number, copy, late[1], late[0], page_bytes=nbytes)
-                late = None if copy.is_awaited or end == borders[-1] else (step, some)
-                if late is None:  # else the next one goes on the bus first
-                    step.bussed.hold_back(self._kernels)
-                    self._move(number, copy, some, step, page_bytes=nbytes)
+            (step if self._out else before).moved.hold_back(self._bus)
+            self._enqueue(there, here[first:last], lengths[first:last], self._bus)
+            step.bussed.record(self._bus)
+            if late is not None:
+                self._come_behind(late[0].bussed)
+                self._move(number, copy, late[1], late[0], page_bytes=nbytes)
+            late = None if self._out else (step, some)  # the next one goes on the bus first
+        if late is not None:
+            late[0].bussed.hold_back(self._kernels)
+            self._move(number, copy, late[1], late[0], page_bytes=nbytes)
+
+    def _come_behind(self, event: ReusedEvent) -> None:
+        """What goes to the kernels' stream next does: the host sleeps, or if anybody is in a hurry,
+        the stream waits."""
+        while not event.has_passed():
+            if self._hurry:
+                event.hold_back(self._kernels)
+                return
+            time.sleep(PAUSE_NS / 1e9)
 
     def _next_step(self) -> Step:
         step = self._steps[self._turn]
@@ -257,7 +262,7 @@ class CudaCopies:
         step.moved.synchronize()  # long ago, as a rule: then its order may be written again
         return step
 
-    def _borders(self, count: int, nbytes: int, *, paces: bool) -> list[int]:
+    def _borders(self, count: int, nbytes: int) -> list[int]:
         """Where the chunks of `count` pages of `nbytes` begin, and the end. All are about as large,
         as a small one costs as much; but the first is short where the bus waits for it, and the
         last where the GPU waits for it alone."""
@@ -265,7 +270,7 @@ class CudaCopies:
         first = last = 0
         if self._out and self._steps[self._turn - 1].bussed.has_passed():
             first = min(max(1, FIRST_CHUNK_BYTES // nbytes), most, count)
-        elif paces and not self._out:
+        elif not self._out:
             last = min(max(1, LAST_CHUNK_BYTES // nbytes), most, count)
         rest = count - first - last
         turns = max(1, -(-rest // most))
@@ -379,7 +384,7 @@ class CudaCopies:
         stream.synchronize()
         captured: list[tuple[torch.cuda.CUDAGraph, int]] = []
         try:
-            with no_collection():
+            with cuda_driver.no_collection():
                 for step in self._steps:
                     graph = torch.cuda.CUDAGraph(keep_graph=True)
                     # Other threads may use the device meanwhile.

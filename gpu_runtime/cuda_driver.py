@@ -12,6 +12,9 @@ copies enqueued one by one from Python hold the lock for 4 ms.
 from __future__ import annotations
 
 import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -166,6 +169,19 @@ def leave_captures_alone() -> None:
     not refused because of it. Else every wait for an event does and is, as captures are of the
     whole process unless they say otherwise (cuThreadExchangeStreamCaptureMode)."""
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURES_OF_THREAD)))
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage is collected: a graph among it would spoil the one that is being captured."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def destroy(graph: int) -> None:

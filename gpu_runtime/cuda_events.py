@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
 from kvstrata.gpu_runtime import cuda_driver
-
-PAUSE_S = 50e-6
-"""As in `enqueue.c`."""
 
 
 class ReusedEvent:
@@ -44,12 +40,6 @@ class ReusedEvent:
     def synchronize(self) -> None:
         if not self.has_passed():
             self._torch.synchronize()
-
-    def sleep_until_passed(self) -> None:
-        """As `synchronize`, without keeping the processor meanwhile, and up to 0.15 ms late: no
-        sleep is shorter (timer slack, and the way back)."""
-        while not self.has_passed():
-            time.sleep(PAUSE_S)
 
     def ms_until(self, later: ReusedEvent) -> float:
         """Of two that have passed and were made with `timing`; a float of 32 bits."""

@@ -126,15 +126,13 @@ class PageCopy:
     `part`, which have their place in a host page. Both sides stay until the copy has ended.
 
     A tensor as `host` is staging on the device itself, with pages as those of the host: a chunk
-    that storage reads and writes directly (GPUDirect). `is_awaited`: a stream is to wait for its
-    end, so all of it is enqueued at once, and the GPU orders it; else the host may."""
+    that storage reads and writes directly (GPUDirect)."""
 
     memory: DevicePages
     pages: npt.NDArray[np.int64]
     host: npt.NDArray[np.uint8] | torch.Tensor
     slots: npt.NDArray[np.int64]
     part: slice = field(default_factory=lambda: WHOLE)
-    is_awaited: bool = False
 
     def some(self, some: slice | npt.NDArray[np.int64]) -> PageCopy:
         """The same with these of its pages."""

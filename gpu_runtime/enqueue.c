@@ -39,7 +39,8 @@ typedef struct {
 typedef struct {
     int64_t turn; /* the step that is next; told back */
     int64_t ring, out;
-    int64_t paces; /* the host waits until a kernel may run, not the GPU */
+    volatile const int64_t *hurry; /* not 0: kernels wait on the GPU, the host does not */
+    int64_t pause_ns;
     Handle kernels, bus;
     int64_t host, host_step; /* what moves of the first host page, and the bytes to the next one */
     int64_t nbytes;          /* of each page */
@@ -52,7 +53,7 @@ typedef struct {
 
 enum { SYNCHRONIZE, WAIT, QUERY, LAUNCH, RECORD, COPY_BATCH };
 
-enum { NOT_READY = 600, PAUSE_NS = 50000 };
+enum { NOT_READY = 600 };
 
 #define TRY(number, call)               \
     do {                                \
@@ -61,6 +62,13 @@ enum { NOT_READY = 600, PAUSE_NS = 50000 };
             copy->refused = (number);   \
             return code;                \
         }                               \
+    } while (0)
+
+#define PASS(call)                \
+    do {                          \
+        const int code = (call);  \
+        if (code)                 \
+            return code;          \
     } while (0)
 
 static int copy_batch(const Driver *driver, const int64_t *to, const int64_t *from,
@@ -74,13 +82,20 @@ static int copy_batch(const Driver *driver, const int64_t *to, const int64_t *fr
                                              driver->first, 1, stream);
 }
 
-static int sleep_until_passed(const Driver *driver, Handle event)
+/* What goes to the kernels' stream next comes behind `event`. */
+static int come_behind(const Driver *driver, Copy *copy, Handle event)
 {
-    const struct timespec pause = {0, PAUSE_NS};
-    int code;
-    while ((code = driver->query(event)) == NOT_READY)
+    const struct timespec pause = {0, (long)copy->pause_ns};
+    int answer;
+    while ((answer = driver->query(event)) == NOT_READY) {
+        if (*copy->hurry) {
+            TRY(WAIT, driver->wait(copy->kernels, event, 0));
+            return 0;
+        }
         nanosleep(&pause, NULL);
-    return code;
+    }
+    TRY(QUERY, answer);
+    return 0;
 }
 
 static int move(const Driver *driver, const Step *step, Handle graph, Copy *copy,
@@ -100,7 +115,7 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
                      const int64_t *borders, const int64_t *pages, const int64_t *slots,
                      int64_t *scratch, Copy *copy)
 {
-    const Step *late = NULL; /* its pages go to the device, and its kernel is not launched */
+    const Step *late = NULL; /* its pages are on their way to the device; its kernel is next */
 
     for (int64_t k = 0; k < copy->chunks; k++) {
         const int64_t at = borders[k], count = borders[k + 1] - at, turn = copy->turn;
@@ -121,35 +136,25 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
             }
         }
         if (copy->out) {
-            if (copy->paces)
-                TRY(QUERY, sleep_until_passed(driver, before->bussed));
-            else
-                TRY(WAIT, driver->wait(copy->kernels, before->bussed, 0));
-            const int code = move(driver, step, graphs[turn], copy, pages + at, count);
-            if (code)
-                return code;
-            TRY(WAIT, driver->wait(copy->bus, step->moved, 0));
-            TRY(COPY_BATCH, copy_batch(driver, here, there, lengths, runs, copy->bus));
-            TRY(RECORD, driver->record(step->bussed, copy->bus));
-        } else {
-            TRY(WAIT, driver->wait(copy->bus, before->moved, 0));
-            TRY(COPY_BATCH, copy_batch(driver, there, here, lengths, runs, copy->bus));
-            TRY(RECORD, driver->record(step->bussed, copy->bus));
-            if (late) {
-                TRY(QUERY, sleep_until_passed(driver, late->bussed));
-                const int code = move(driver, late, graphs[late - steps], copy,
-                                      pages + borders[k - 1], at - borders[k - 1]);
-                if (code)
-                    return code;
-            }
-            late = copy->paces && k + 1 < copy->chunks ? step : NULL;
-            if (late)
-                continue; /* the next one goes on the bus first */
-            TRY(WAIT, driver->wait(copy->kernels, step->bussed, 0));
-            const int code = move(driver, step, graphs[turn], copy, pages + at, count);
-            if (code)
-                return code;
+            PASS(come_behind(driver, copy, before->bussed));
+            PASS(move(driver, step, graphs[turn], copy, pages + at, count));
         }
+        TRY(WAIT, driver->wait(copy->bus, (copy->out ? step : before)->moved, 0));
+        TRY(COPY_BATCH, copy->out ? copy_batch(driver, here, there, lengths, runs, copy->bus)
+                                  : copy_batch(driver, there, here, lengths, runs, copy->bus));
+        TRY(RECORD, driver->record(step->bussed, copy->bus));
+        if (late) {
+            PASS(come_behind(driver, copy, late->bussed));
+            PASS(move(driver, late, graphs[late - steps], copy, pages + borders[k - 1],
+                      at - borders[k - 1]));
+        }
+        late = copy->out ? NULL : step; /* the next one goes on the bus first */
+    }
+    if (late) {
+        const int64_t at = borders[copy->chunks - 1];
+        TRY(WAIT, driver->wait(copy->kernels, late->bussed, 0));
+        PASS(move(driver, late, graphs[late - steps], copy, pages + at,
+                  borders[copy->chunks] - at));
     }
     return 0;
 }

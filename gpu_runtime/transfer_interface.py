@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from kvstrata.errors import ClosedError, ConfigError, InputError, Where
 from kvstrata.gpu_runtime.base import LOOK_S, START_FAILED_CLOSE_S, STRANDED, Device, Event
 from kvstrata.gpu_runtime.copy_queue import CopyPriority
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
-from kvstrata.gpu_runtime.given import CHUNK_ALIGNMENT, can_stage, page_numbers, span_of
 from kvstrata.gpu_runtime.transfers import CopyQueues, CopyResult
 from kvstrata.staging import Pages
 
@@ -29,6 +28,10 @@ PageNumbers = Mapping[str, Pages]
 Chunks = Mapping[str, torch.Tensor]
 """By pool: staging on the device, contiguous uint8 [pages, stride], address and stride multiples of
 16. Storage that reaches the device itself (GPUDirect) reads into it and writes from it."""
+
+
+CHUNK_ALIGNMENT = 16
+"""Bytes that a kernel loads at once."""
 
 
 class Transfer:
@@ -69,9 +72,8 @@ class Transfer:
 
     def join(self, group: int = -1) -> None:
         """Let the engine's stream (torch's current one) wait for the group, not the host; the host
-        waits only until the copy is enqueued: of one that is not `is_awaited`, and of those before
-        it, most has moved by then, so work that they are fenced behind must be able to end. What
-        runs there next finds the bytes. Raises IntegrityError when the device broke before."""
+        waits only until the copy is enqueued. What runs there next finds the bytes. Raises
+        IntegrityError when the device broke before."""
         self._device.join(self._events[group])
 
     def on_complete(self, callback: Callable[[], None]) -> None:
@@ -106,17 +108,11 @@ class TransferInterface(Protocol):
         ...
 
     def copy_out(
-        self,
-        pages: PageNumbers,
-        slots: PageNumbers,
-        *,
-        chunks: Chunks | None = None,
-        is_awaited: bool = False,
+        self, pages: PageNumbers, slots: PageNumbers, *, chunks: Chunks | None = None
     ) -> Transfer:
         """Device pages into host pages, or into those of `chunks`, which stay until it is done and
-        need no `pin`. One that `is_awaited`, to be joined, goes first and is enqueued at once; one
-        that is not costs launches beside it less. Raises InputError for pages that are not there,
-        and for a host page that is named twice."""
+        need no `pin`. Raises InputError for pages that are not there, and for a host page that is
+        named twice."""
         ...
 
     def copy_in(
@@ -126,13 +122,11 @@ class TransferInterface(Protocol):
         *,
         groups: int = 1,
         chunks: Chunks | None = None,
-        is_awaited: bool = True,
     ) -> Transfer:
-        """Host pages, or those of `chunks`, into device pages; `is_awaited` as above. With `groups`
-        the pieces come in so many groups, in the order in which the pool was adopted, so that a
-        model may begin before the last are there. Where `groups` divides the layers, and the pool
-        was adopted layer by layer, group i brings the layers before (i + 1) · layers / groups.
-        InputError as above."""
+        """Host pages, or those of `chunks`, into device pages; with `groups` the pieces come in so
+        many groups, in the order in which the pool was adopted, so that a model may begin before
+        the last are there. Where `groups` divides the layers, and the pool was adopted layer by
+        layer, group i brings the layers before (i + 1) · layers / groups. InputError as above."""
         ...
 
     def close(self, deadline_s: float) -> bool:
@@ -175,15 +169,9 @@ class AdoptedPools:
         self._device.h2d.wait_event(event)
 
     def copy_out(
-        self,
-        pages: PageNumbers,
-        slots: PageNumbers,
-        *,
-        chunks: Chunks | None = None,
-        is_awaited: bool = False,
+        self, pages: PageNumbers, slots: PageNumbers, *, chunks: Chunks | None = None
     ) -> Transfer:
-        priority = CopyPriority.AWAITED if is_awaited else CopyPriority.WRITE_BACK
-        return self._copy(pages, slots, priority, 1, chunks, out=True)
+        return self._copy(pages, slots, CopyPriority.WRITE_BACK, 1, chunks, out=True)
 
     def copy_in(
         self,
@@ -192,10 +180,8 @@ class AdoptedPools:
         *,
         groups: int = 1,
         chunks: Chunks | None = None,
-        is_awaited: bool = True,
     ) -> Transfer:
-        priority = CopyPriority.AWAITED if is_awaited else CopyPriority.PREFETCH
-        return self._copy(pages, slots, priority, groups, chunks, out=False)
+        return self._copy(pages, slots, CopyPriority.RESTORE, groups, chunks, out=False)
 
     def close(self, deadline_s: float) -> bool:
         self._closed = True
@@ -309,9 +295,9 @@ class AdoptedPools:
             chunk: object = chunks.get(name)
             if not isinstance(chunk, torch.Tensor):
                 found = type(chunk).__name__
-            elif not can_stage(chunk, memory):
+            elif not _can_stage(chunk, memory):
                 found = f"{chunk.dtype} {tuple(chunk.shape)} on {chunk.device}"
-            elif self._is_in_use(span := span_of(chunk), taken):
+            elif self._is_in_use(span := _span(chunk), taken):
                 found = "memory of a pool or of another chunk"
             else:
                 taken.append(span)
@@ -348,10 +334,8 @@ class AdoptedPools:
                     remedy="pin each pool once, and name pages and slots of every pool",
                     where=Where(key=name),
                 )
-        device = page_numbers(
-            f"page numbers of {name!r}", pages[name], memory.layout.pages, not out
-        )
-        host = page_numbers(f"slot numbers of {name!r}", slots[name], len(hosts[name]), out)
+        device = _checked(f"page numbers of {name!r}", pages[name], memory.layout.pages, not out)
+        host = _checked(f"slot numbers of {name!r}", slots[name], len(hosts[name]), out)
         if len(device) != len(host) or not 1 <= groups <= memory.layout.pieces:
             raise InputError(
                 f"{len(device)} pages, {len(host)} host pages, {groups} groups of "
@@ -360,6 +344,46 @@ class AdoptedPools:
                 where=Where(key=name),
             )
         return device, host
+
+
+def _checked(what: str, given: Pages, limit: int, are_written: bool) -> Pages:
+    """`given` as int64 of our own: of fewer bits, an address that is made of them overflows."""
+    numbers: npt.NDArray[Any]
+    try:
+        numbers = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        numbers = np.empty(0, np.bool_)
+    good = numbers.ndim == 1 and len(numbers) > 0 and numbers.dtype.kind in "iu"
+    if not good or numbers.min() < 0 or numbers.max() >= limit:
+        raise InputError(
+            f"{what} are not integers, all between 0 and {limit - 1}",
+            remedy="name pages that the pool has, and one at least",
+            where=Where(key="pages"),
+        )
+    if are_written and len(np.unique(numbers)) != len(numbers):
+        raise InputError(
+            f"{what} name one that is written twice",
+            remedy="name each page that a copy writes once",
+            where=Where(key="pages"),
+        )
+    return np.array(numbers, np.int64)
+
+
+def _can_stage(chunk: torch.Tensor, memory: DevicePages) -> bool:
+    if chunk.layout is not torch.strided or chunk.dim() != 2 or chunk.is_neg():
+        return False
+    starts = (chunk.data_ptr(), chunk.storage_offset(), chunk.shape[1])
+    return (
+        (chunk.dtype, chunk.device) == (torch.uint8, memory.device)
+        and chunk.stride() == (chunk.shape[1], 1)
+        and chunk.shape[1] >= memory.page_bytes
+        and not any(start % CHUNK_ALIGNMENT for start in starts)
+    )
+
+
+def _span(chunk: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last."""
+    return chunk.data_ptr(), chunk.data_ptr() + chunk.numel()
 
 
 def _part(pieces: int, group: int, groups: int) -> slice:

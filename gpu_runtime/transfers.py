@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -67,15 +67,12 @@ class CopyQueues:
     ) -> list[Event]:
         """Queue copies, group after group; returns the event behind each group. `result` gets the
         first error. `enqueued` is called on the stream's thread, behind the last."""
-        is_awaited = priority is CopyPriority.AWAITED
         move = self._device.copy_out if out else self._device.copy_in
         queued = [
             [
                 Slice(partial(_run, result, partial(move, part)), part.nbytes)
                 for copy in group
-                for part in slices_of(
-                    replace(copy, is_awaited=is_awaited), self._device.copy_slice_bytes
-                )
+                for part in slices_of(copy, self._device.copy_slice_bytes)
             ]
             for group in groups
         ]

@@ -23,6 +23,7 @@ from kvstrata.gpu_runtime import adopt, cuda_chunks, cuda_copies, cuda_driver
 from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
 from kvstrata.gpu_runtime.device_pages import PageCopy
+from kvstrata.gpu_runtime.hurry import Hurry
 
 HEADER, REFUSED, NOT_READY = 8, 700, 600
 NUMBER = ctypes.c_int64
@@ -39,6 +40,9 @@ class World:
         self.orders: dict[int, Any] = {}
         """By graph: the order that its kernel reads."""
         self.handles: Iterator[int] = itertools.count(1000)
+        self.hurry = Hurry()
+        self.hurries: list[bool] = []
+        """Whether anybody is in a hurry, from one look to the next."""
         self._kept: list[object] = []
 
     def call(self, *what: object) -> int:
@@ -52,6 +56,7 @@ class World:
     def query(self, event: int) -> int:
         """Not passed, when it is asked for the first time in a row."""
         asked = ("query", event)
+        self.hurry.word[0] = self.hurries.pop() if self.hurries else 0
         is_first = self.calls[-1:] != [asked]
         return self.call(*asked) or (NOT_READY if is_first else 0)
 
@@ -99,8 +104,6 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
     world = World()
 
     class Event:
-        passed = False
-
         def __init__(self, _: Any) -> None:
             self.handle = next(world.handles)
 
@@ -113,19 +116,17 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
         def synchronize(self) -> None:
             cuda_driver.check(world.call("synchronize", self.handle), "it")
 
-        def sleep_until_passed(self) -> None:
-            while (code := world.query(self.handle)) == NOT_READY:
-                pass
-            cuda_driver.check(code, "it")
-
         def has_passed(self) -> bool:
-            return self.passed
+            code = world.query(self.handle)
+            cuda_driver.check(0 if code == NOT_READY else code, "cuEventQuery")
+            return code == 0
 
     def copy_batch(targets: Any, sources: Any, nbytes: Any, stream: int, **_: Any) -> None:
         cuda_driver.check(world.copy_batch(targets, sources, nbytes, stream), "it")
 
     driver = SimpleNamespace(
-        CudaCopyError=CudaCopyError, has_batches=lambda: True, copy_batch=copy_batch,
+        CudaCopyError=CudaCopyError, no_collection=nullcontext, has_batches=lambda: True,
+        copy_batch=copy_batch,
         instantiate=lambda _: next(world.handles), destroy=lambda _: None, check=cuda_driver.check,
         launch=lambda graph, stream: cuda_driver.check(world.launch(graph, stream), "it"),
     )  # fmt: skip
@@ -135,9 +136,10 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver, "HAS_TRITON": True,
         "HEADER": HEADER, "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
-        "no_collection": nullcontext,
+        "PAUSE_NS": 1,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
+    monkeypatch.setattr(cuda_chunks, "PAUSE_NS", 1)
     numbers = world.addresses(tells_failed=request.param)
     monkeypatch.setattr(cuda_driver, "addresses", lambda: numbers)
     return world
@@ -146,7 +148,9 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
 def made(world: World, memories: list[Any], *, out: bool, chunk_bytes: int) -> CudaCopies:
     world.handles = itertools.count(1000)
     owner: Any = SimpleNamespace(cuda=SimpleNamespace(cuda_stream=5), followers=[])
-    copies = CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, ring=4)
+    copies = CudaCopies(
+        torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, hurry=world.hurry, ring=4
+    )
     for memory in memories:
         copies.prepare(memory)
     for step in copies._steps:
@@ -176,7 +180,8 @@ def noted(world: World, run: Callable[[], None], *, by_c: bool) -> list[tuple[ob
 def test_calls_are_those_that_python_makes(
     world: World, monkeypatch: pytest.MonkeyPatch, seed: int, part_of_ten: int
 ) -> None:
-    """Random pools, parts, chunks, regions and host pages, of which a call is refused or none."""
+    """Random pools, parts, chunks, regions and host pages, of which a call is refused or none, and
+    now and then somebody is in a hurry."""
     rng = np.random.default_rng((seed, part_of_ten))
     for _ in range(15):
         pages, slots = int(rng.integers(1, 40)), int(rng.integers(40, 60))
@@ -198,12 +203,12 @@ def test_calls_are_those_that_python_makes(
             count, begin = int(rng.integers(pages + 1)), int(rng.integers(layers))
             part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
             places = np.sort(rng.permutation(slots)[:count])
-            numbers, is_awaited = rng.permutation(pages)[:count], bool(rng.integers(2))
-            copy = PageCopy(memory, numbers, host, places, part, is_awaited)
+            copy = PageCopy(memory, rng.permutation(pages)[:count], host, places, part)
+            hurries = (rng.random(60) < rng.choice([0, 0.5, 1])).tolist()
             first, refused = copies._turn, int(rng.integers(30)) * int(rng.integers(2))
             found = []
             for copies._loop in (None, loop):
-                copies._turn, world.calls_left = first, refused
+                copies._turn, world.calls_left, world.hurries = first, refused, list(hurries)
                 for step in copies._steps:
                     step.numbers[:] = -1  # of a copy before
                 found.append(

@@ -21,6 +21,7 @@ import torch
 from kvstrata.gpu_runtime import adopt, cuda_copies, cuda_driver
 from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
+from kvstrata.gpu_runtime.hurry import Hurry
 from kvstrata.gpu_runtime.transfers import slices_of
 
 PIECES = [1, 7, 8, 42, 80, 4096, 65536, 70000]
@@ -43,13 +44,21 @@ class Event:
     def synchronize(self) -> None:
         return
 
-    def sleep_until_passed(self) -> None:
-        self.log.append(("host", self._after))
-
     passed = True
+    asked: Event | None = None
 
     def has_passed(self) -> bool:
-        return self.passed
+        """Not at once, unless all have; the host sleeps before it asks for the same again."""
+        if self.passed or Event.asked is self:
+            Event.asked = None
+            return True
+        Event.asked = self
+        return False
+
+    @staticmethod
+    def sleep(_: float) -> None:
+        assert Event.asked is not None
+        Event.log.append(("host", Event.asked._after))
 
 
 class Driver:
@@ -62,6 +71,7 @@ class Driver:
         self.calls: list[int] = []
         """Bytes of each."""
         self.has_batches = lambda: True
+        self.no_collection = nullcontext
 
     def copy_batch(self, targets: Any, sources: Any, nbytes: Any, *_: Any, **__: Any) -> None:
         for numbers in (targets, sources, nbytes):
@@ -79,11 +89,12 @@ class Driver:
 
 @pytest.fixture
 def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    Event.log = []
+    Event.log, Event.asked = [], None
     driver = Driver()
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "HAS_TRITON": False, "cuda_driver": driver,
         "DIRECT_BYTES": PIECES[-2], "compiled": lambda: None,
+        "time": SimpleNamespace(sleep=Event.sleep),
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value)
     return driver
@@ -91,7 +102,7 @@ def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def made(*, out: bool, chunk_bytes: int = 1 << 20) -> CudaCopies:
     owner: Any = SimpleNamespace(cuda=SimpleNamespace(name="owner", cuda_stream=0), followers=[])
-    return CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes)
+    return CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, hurry=Hurry())
 
 
 def pool(rng: np.random.Generator, layers: int, pages: int, piece: int) -> tuple[DevicePages, Any]:
@@ -144,21 +155,21 @@ def test_every_byte_goes_where_it_should(
         want = after(host, device, part, (numbers, places), out=out)
         is_chunk = stride % 16 == 0 and rng.integers(2)
         there: Any = torch.from_numpy(host) if is_chunk else host
-        copy = PageCopy(memory, numbers, there, places, part, bool(rng.integers(2)))
+        copy = PageCopy(memory, numbers, there, places, part)
         for one in slices_of(copy, int(rng.choice([1, memory.page_bytes * 3, 1 << 30]))):
             copies.copy(one)
         assert (host == want[0]).all()
         assert (device == want[1]).all()
 
 
-@pytest.mark.parametrize("is_awaited", [False, True])
+@pytest.mark.parametrize("in_a_hurry", [False, True])
 @pytest.mark.parametrize("piece", [64, 65536])
 @pytest.mark.parametrize("out", [True, False])
 def test_who_waits_for_whom(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, piece: int, is_awaited: bool
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, piece: int, in_a_hurry: bool
 ) -> None:
     """Chunks are handed on, and the stream is behind all of it, also when a copy fails. Kernels do
-    not wait on the GPU, but in a copy that is awaited, and the last one into the device."""
+    not wait on the GPU unless somebody is in a hurry, but for the last one into the device."""
     rng = np.random.default_rng(1)
     memory, _ = pool(rng, 2, 8, piece)
     host = np.zeros((8, memory.page_bytes), np.uint8)
@@ -167,17 +178,17 @@ def test_who_waits_for_whom(
     assert [s.name for s in copies.streams] == ["owner", "follower"]
     assert copies.streams[1].priority == -1  # type: ignore[attr-defined]
     assert copies._owner.followers == [copies.streams[1]]
-    copy = PageCopy(memory, np.arange(8), host, rng.permutation(8), is_awaited=is_awaited)
-    copies.copy(copy)
+    copy = PageCopy(memory, np.arange(8), host, rng.permutation(8))
+    with copies._hurry if in_a_hurry else nullcontext():
+        copies.copy(copy)
     free, full = ("follower", "owner"), ("owner", "follower")
     if piece == 65536:
         assert not Event.log
-    elif is_awaited:  # the chunk is free again, then it is full; nobody else waits
-        assert Event.log == [free, full] * 4
-    elif out:
-        assert Event.log == [("host", "owner"), full] * 4
+    elif out:  # the chunk is free again, then it is full; nobody else waits
+        assert Event.log == [free if in_a_hurry else ("host", "owner"), full] * 4
     else:
-        assert Event.log == [free] + [free, ("host", "follower")] * 3 + [full]
+        kernels = full if in_a_hurry else ("host", "follower")
+        assert Event.log == [free] + [free, kernels] * 3 + [full]
 
     def refuse(*_: Any, **__: Any) -> None:
         Event.log.clear()
@@ -204,11 +215,10 @@ def test_calls_of_a_direct_copy(
     assert driver.calls == [n * 65536 for n in want]
 
 
-@pytest.mark.parametrize("is_awaited", [True, False])
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("out", [True, False])
 def test_chunks_of_a_copy_are_about_as_large(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, idle: bool, is_awaited: bool
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, idle: bool
 ) -> None:
     """But the first is short where the bus waits for it to be gathered, and the last into the
     device."""
@@ -218,9 +228,8 @@ def test_chunks_of_a_copy_are_about_as_large(
     monkeypatch.setattr(Event, "passed", idle)
     copies = made(out=out, chunk_bytes=4 * memory.page_bytes)
     host = np.zeros((9, memory.page_bytes), np.uint8)
-    copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9), is_awaited=is_awaited))
-    last_is_short = not out and not is_awaited
-    want = (1, 4, 4) if out and idle else (4, 3, 2) if last_is_short else (3, 3, 3)
+    copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9)))
+    want = (4, 3, 2) if not out else (1, 4, 4) if idle else (3, 3, 3)
     assert driver.calls == [n * memory.page_bytes for n in want]
 
 
@@ -258,7 +267,6 @@ def test_orders_say_where_the_bytes_are(
     """A kernel that does byte by byte what its order says: random pools, parts, chunks of ours and
     staging on the device, with several orders a copy."""
     capture("kernel")
-    monkeypatch.setattr(cuda_copies, "no_collection", nullcontext)
     rng = np.random.default_rng((seed, part_of_ten))
     for _ in range(20):
         monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 3, 2048])))
@@ -275,7 +283,7 @@ def test_orders_say_where_the_bytes_are(
         part = slice(begin, int(rng.integers(begin + 1, layers + 1)))
         numbers, places = rng.permutation(pages)[:n], rng.permutation(slots)[:n]
         want = after(host, device, part, (numbers, places), out=out)
-        copies.copy(PageCopy(memory, numbers, staged, places, part, bool(rng.integers(2))))
+        copies.copy(PageCopy(memory, numbers, staged, places, part))
         assert (host == want[0]).all()
         assert (device == want[1]).all()
 

@@ -8,6 +8,7 @@ order, whatever copies come, and wherever a call of the driver fails. With a GPU
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,12 +94,12 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         def synchronize(self) -> None:
             join(world.host, self.clock)
 
-        def sleep_until_passed(self) -> None:
-            world.call()
-            join(world.host, self.clock)
-
         def has_passed(self) -> bool:
-            return bool(world.rng.integers(2))
+            world.call()
+            passed = bool(world.rng.integers(2))
+            if passed:
+                join(world.host, self.clock)
+            return passed
 
     def copy_batch(targets: Any, sources: Any, nbytes: Any, stream: Any, **_: Any) -> None:
         uses = {
@@ -125,28 +126,40 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
 
     driver = SimpleNamespace(
         CudaCopyError=CudaCopyError, has_batches=lambda: True, copy_batch=copy_batch,
-        launch=launch, instantiate=instantiate, destroy=lambda _: None,
+        no_collection=nullcontext, launch=launch, instantiate=instantiate, destroy=lambda _: None,
     )  # fmt: skip
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver,
         "HAS_TRITON": True, "HEADER": 8, "compiled": lambda: None,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000, "FIRST_CHUNK_BYTES": 300,
-        "LAST_CHUNK_BYTES": 300,
+        "LAST_CHUNK_BYTES": 300, "PAUSE_NS": 1,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
     return world
 
 
+class NowAndThen:
+    """Somebody is in a hurry, or nobody is."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __bool__(self) -> bool:
+        return bool(self.world.rng.integers(2))
+
+
 def made(world: World, pools: list[DevicePages]) -> CudaCopies:
     """With a ring of a random size; the graph of a step is its number."""
     ring = int(world.rng.choice([2, 4, 16]))
+    hurry: Any = NowAndThen(world)
     world.is_out = bool(world.rng.integers(2))
     copies = CudaCopies(
         torch.device("cpu"),
         world.owner,
         out=world.is_out,
         chunk_bytes=CHUNK_BYTES,
+        hurry=hurry,
         ring=ring,
     )
     for memory in pools:
@@ -178,8 +191,7 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
         slots = world.rng.permutation(PAGES)[: len(pages)]
         world.calls_left = int(world.rng.integers(24)) if fails else 0
         try:
-            is_awaited = bool(world.rng.integers(2))
-            copies.copy(PageCopy(memory, pages, host, slots, is_awaited=is_awaited))
+            copies.copy(PageCopy(memory, pages, host, slots))
         except CudaCopyError:
             assert fails
         world.calls_left = 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstrata.gpu_runtime import cuda_driver, cuda_events
+from kvstrata.gpu_runtime import cuda_driver
 from kvstrata.gpu_runtime.cuda_chunks import SOURCE
 from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
@@ -22,20 +23,26 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return driver
 
 
-def test_the_host_sleeps_until_an_event_has_passed(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not shorter, not longer, and not at all when the driver says that something is wrong."""
-    answers, slept = [600, 600, 0, 600, 700], list[float]()
+def test_an_event_that_has_not_passed_is_no_error(driver: SimpleNamespace) -> None:
+    answers = [600, 0, 700]
     driver.cuEventQuery = lambda event: answers.pop(0)
-    monkeypatch.setattr(cuda_events.time, "sleep", slept.append)
     event: Any = ReusedEvent.__new__(ReusedEvent)
     event.handle = 5
-    event.sleep_until_passed()
-    assert slept == [cuda_events.PAUSE_S] * 2
+    assert [event.has_passed(), event.has_passed()] == [False, True]
     with pytest.raises(CudaCopyError, match="refused cuEventQuery: error 700"):
-        event.sleep_until_passed()
-    assert len(slept) == 3
+        event.has_passed()
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured() -> None:
+    """And whoever had switched that off finds it off."""
+    try:
+        for collects in (True, False):
+            (gc.enable if collects else gc.disable)()
+            with cuda_driver.no_collection():
+                assert not gc.isenabled()
+            assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_a_thread_leaves_captures_of_others_alone(driver: SimpleNamespace) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from kvstrata.errors import ConfigError, IntegrityError
 from kvstrata.gpu_runtime import Timeline, cuda
+from kvstrata.gpu_runtime.cpu import CpuEvent
 from kvstrata.gpu_runtime.testing import Gate
 
 LONG_S = 20.0
@@ -143,6 +144,51 @@ def test_order_and_completions(device: Any, registry: Registry) -> None:
     assert registry.registered == {4096: 100, 4196: 50}
     assert close_at_once(device)
     assert not registry.registered
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: bool) -> None:
+    """As long as it waits."""
+
+    def enqueue() -> None:
+        with device.hurry.or_complete(CpuEvent()) as wait:
+            assert wait(LONG_S)
+
+    device.h2d.enqueue(enqueue)
+    event = device.h2d.record()
+    if joins:
+        device.join(event)
+    else:
+        device.compute.wait_event(event)
+        assert device.compute.record().wait(LONG_S)
+    assert not device.hurry
+    with device.hurry, device.hurry:
+        assert device.hurry
+    assert not device.hurry
+
+
+@pytest.mark.parametrize("in_a_hurry", [True, False])
+def test_what_a_copy_comes_behind_is_waited_for_on_the_host(device: Any, in_a_hurry: bool) -> None:
+    """Unless somebody is in a hurry: what waits on the GPU slows launches there. Compute does."""
+    work = Gate(shut=True)
+    event = device.compute.new_event()
+    event.cuda.synchronize = work.pass_through
+    device.compute.record(event)
+    work.wait_for_one()
+    device.d2h.wait_event(event)
+    behind = device.d2h.record()
+    assert not behind.wait(0.05)
+    waits = device.d2h.cuda.waited
+    assert not waits
+    with device.hurry if in_a_hurry else nullcontext():
+        if not in_a_hurry:
+            work.open()
+        device.await_unless_broken(behind.recorded.wait)
+    assert waits == [event.cuda]
+    assert event.query() == (not in_a_hurry)
+    work.open()
+    assert behind.wait(LONG_S)
+    assert not device.hurry._sleepers
 
 
 def test_who_spins_and_what_is_used_again(device: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from kvstrata.boundary import (
 )
 from kvstrata.errors import CapacityError, IntegrityError, PlanError, StaleHandleError
 from kvstrata.gpu_runtime import LocalGPURuntime
-from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.gpu_runtime.events import EventQueue, OpenActions
 from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.rows import RowTable
@@ -236,24 +234,3 @@ def test_a_message_with_an_id_twice_does_nothing(bench: Bench) -> None:
     with pytest.raises(PlanError):
         rig.driver.apply(action, action)
     assert [type(event) for event in rig.driver.poll(0.02)] == [StatusReport]
-
-
-def test_only_copies_that_a_batch_waits_for_are_awaited(bench: Bench) -> None:
-    """Others are enqueued while they move: a batch would be launched late."""
-    rig, seen = bench(), list[bool]()
-    assert isinstance(rig.runtime, LocalGPURuntime)
-    device: Any = rig.runtime.core.device
-
-    def noted(real: Callable[[PageCopy], None], copy: PageCopy) -> None:
-        seen.append(copy.is_awaited)
-        real(copy)
-
-    for way in ("copy_in", "copy_out"):
-        setattr(device, way, partial(noted, getattr(device, way)))
-    prompt = rig.prompt(12)
-    copies = rig.in_l2(prompt)
-    assert isinstance(rig.driver.do(rig.driver.restore(copies)), Restored)
-    assert not any(seen)
-    assert len(seen) == 2
-    rig.ask(prompt.more([7]), restore=copies)
-    assert seen[2:] == [True]

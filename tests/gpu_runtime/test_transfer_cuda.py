@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Mover:
 
     def __init__(self, device: Any, memory: DevicePages, host: np.ndarray[Any, Any]) -> None:
         self.device, self.memory = device, memory
-        self.are_awaited = itertools.cycle([False, False, True, True])
+        self.hurries = itertools.cycle([nullcontext(), nullcontext(), device.hurry, device.hurry])
         stride = aligned(memory.page_bytes)
         self.host = host[: SLOTS * stride].reshape(SLOTS, stride)
         chunks = [min(CHUNK_PAGES, SLOTS - at) * stride for at in range(0, SLOTS, CHUNK_PAGES)]
@@ -75,12 +76,12 @@ class Mover:
         chunk: torch.Tensor | None = None,
     ) -> None:
         host: Any = self.host if chunk is None else chunk
-        is_awaited = next(self.are_awaited)
-        copy = PageCopy(self.memory, np.asarray(pages), host, np.asarray(slots), part, is_awaited)
+        copy = PageCopy(self.memory, np.asarray(pages), host, np.asarray(slots), part)
         stream = self.device.d2h if out else self.device.h2d
         run: Callable[[PageCopy], None] = self.device.copy_out if out else self.device.copy_in
-        stream.enqueue(lambda: run(copy), copy.nbytes)
-        assert stream.record().wait(30.0)
+        with next(self.hurries):
+            stream.enqueue(lambda: run(copy), copy.nbytes)
+            assert stream.record().wait(30.0)
         assert self.device.fault is None
 
 
@@ -225,6 +226,36 @@ def test_pages_through_a_file_and_kvikio(tmp_path: Path) -> None:
     assert pools.close(10.0)
 
 
+def test_a_join_waits_for_no_work_of_the_gpu() -> None:
+    """Not for that of the engine that copies are fenced behind, nor for copies before."""
+    from kvstrata.gpu_runtime.cuda import CudaDevice
+
+    tensors = _layers(PAGES, 2, 16, 4, 32)
+    memory = adopt(tensors, page_axis=0)
+    device = CudaDevice(Timeline(), chunk_bytes=3 * memory.page_bytes)
+    pools, numbers = AdoptedPools({"kv": memory}, device), {"kv": np.arange(PAGES)}
+    chunk = np.zeros((PAGES, aligned(memory.page_bytes)), np.uint8)
+    pools.pin({"kv": chunk})
+    for tensor in tensors:
+        tensor.fill_(1.0)
+    pools.fence()
+    assert pools.copy_out(numbers, numbers).wait(30.0)
+    torch.cuda._sleep(2_000_000_000)  # a second
+    slept = torch.cuda.Event()
+    slept.record()
+    for tensor in tensors:
+        tensor.fill_(2.0)
+    pools.fence()
+    first, second = (pools.copy_in(numbers, numbers) for _ in range(2))
+    second.join()
+    ended = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
+    assert not slept.query(), "the host has waited for it"
+    assert first.wait(30.0)
+    torch.cuda.synchronize()
+    assert all(bool((tensor == 1.0).all()) for tensor in ended)
+    assert pools.close(10.0)
+
+
 def test_a_copy_waits_for_what_its_stream_has_waited_for(device: Any, host: Any) -> None:
     """A kernel that is slow writes the pages; the copy on the other stream has its bytes."""
     memory = ComponentPool(
@@ -267,8 +298,8 @@ def test_a_copy_may_be_the_first_thing_that_a_thread_does_with_the_gpu(
         assert not failures
 
 
-@pytest.mark.parametrize("is_awaited", [False, True])
-def test_graphs_are_captured_beside_copies(device: Any, host: Any, is_awaited: bool) -> None:
+@pytest.mark.parametrize("in_a_hurry", [False, True])
+def test_graphs_are_captured_beside_copies(device: Any, host: Any, in_a_hurry: bool) -> None:
     """By an engine, which does not say that they are of its thread alone: neither spoils the other.
     Threads of ours ask for events all the time."""
     sizes = [128] * 2
@@ -276,7 +307,7 @@ def test_graphs_are_captured_beside_copies(device: Any, host: Any, is_awaited: b
         [torch.zeros((PAGES, n), dtype=torch.uint8, device="cuda") for n in sizes], page_axis=0
     )
     mover, pages = Mover(device, memory, host), np.arange(COUNT)
-    copy = PageCopy(memory, pages, mover.host, pages, is_awaited=is_awaited)
+    copy = PageCopy(memory, pages, mover.host, pages)
     stop, ends = threading.Event(), list[Any]()
 
     def keep_moving() -> None:
@@ -289,14 +320,15 @@ def test_graphs_are_captured_beside_copies(device: Any, host: Any, is_awaited: b
     thread = threading.Thread(target=keep_moving)
     thread.start()
     try:
-        for i in range(30):
-            x, graph = torch.full((1 << 16,), i, device="cuda"), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(200):
-                    x += 1
-            graph.replay()
-            torch.cuda.synchronize()
-            assert int(x[0]) == i + 200
+        with device.hurry if in_a_hurry else nullcontext():
+            for i in range(30):
+                x, graph = torch.full((1 << 16,), i, device="cuda"), torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for _ in range(200):
+                        x += 1
+                graph.replay()
+                torch.cuda.synchronize()
+                assert int(x[0]) == i + 200
     finally:
         stop.set()
         thread.join()

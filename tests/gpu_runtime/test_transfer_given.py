@@ -220,15 +220,6 @@ def test_a_device_that_broke_is_told_of(pools: AdoptedPools, device: Device) -> 
     good.join()
 
 
-def test_copies_that_are_awaited_are_enqueued_at_once(pools: AdoptedPools, device: Device) -> None:
-    """Those into the device, unless their engine says otherwise."""
-    numbers = {"kv": np.arange(3)}
-    for copy in (pools.copy_in, pools.copy_out):
-        for options in ({}, {"is_awaited": False}, {"is_awaited": True}):
-            assert copy(numbers, numbers, **options).wait(WAIT_S)  # type: ignore[operator]
-    assert [c.is_awaited for c in device.copies] == [True, False, True, False, False, True]
-
-
 def test_memory_of_a_copy_that_outlives_close_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may drop everything: pools and host pages may still be written."""
     monkeypatch.setattr(transfer_interface, "STRANDED", [])

@@ -54,7 +54,7 @@ def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(
     queue, ran = CopyQueue(device.h2d), Ran(nbytes)
     (slow,) = queue.add([ran.slices("p", depth + 3)], CopyPriority.PREFETCH)
     (next_one,) = queue.add([ran.slices("q", 1)], CopyPriority.PREFETCH)
-    (urgent,) = queue.add([ran.slices("r", 2)], CopyPriority.AWAITED)
+    (urgent,) = queue.add([ran.slices("r", 2)], CopyPriority.RESTORE)
     assert queue.queued == 3
     queue.check_integrity()
     ran.gate.set()
@@ -97,7 +97,7 @@ def test_an_event_can_be_waited_for_before_it_is_recorded(device: CpuDevice) -> 
 
 def test_groups_complete_one_after_the_other(device: CpuDevice) -> None:
     queue, ran, heard = CopyQueue(device.h2d), Ran(), []
-    events = queue.add([ran.slices(name, 3) for name in "abc"], CopyPriority.AWAITED)
+    events = queue.add([ran.slices(name, 3) for name in "abc"], CopyPriority.RESTORE)
     for name, event in zip("abc", events, strict=True):
         event.on_complete(lambda name=name: heard.append((name, len(ran.names))))  # type: ignore[misc]
     ran.gate.set()

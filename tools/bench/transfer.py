@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from kvstrata.errors import ConfigError, InputError, Where
 from kvstrata.tools.bench.transfer_beside import Model, between, measure
 from kvstrata.tools.bench.transfer_methods import (
+    AT_ONCE,
     GEOMETRIES,
     Case,
     Geometry,
@@ -45,7 +47,7 @@ class Rate:
     gb_per_s: float
     share: float
     host_ms_per_gib: float
-    """Time in which its enqueueing kept a host thread, not all of it with the interpreter lock."""
+    """Processor time of the thread that enqueues it, not all of it with the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def run(
         _rates(report, case, methods, repeats)
         note(f"{geometry.label}: beside a model")
         works = {COMPUTE: model.compute_bound, DECODE: model.decode_like}
+        del methods[AT_ONCE]  # to the model they are the same
         if geometry is not first:
             methods = {name: methods[name] for name in ("contiguous", "kvstrata")}
         else:
@@ -188,7 +191,8 @@ def _rates(report: TransferReport, case: Case, methods: dict[str, Method], repea
 
 
 def _timed(case: Case, move: Method, outs: tuple[bool, ...]) -> tuple[float, float]:
-    """GPU seconds from a common start to the last end, and host seconds of enqueueing."""
+    """GPU seconds from a common start to the last end, and a host's seconds of enqueueing. Each
+    way has a thread, as in a runtime."""
     torch.cuda.synchronize()
     gate = torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(case.stream(outs[0])):
@@ -196,16 +200,20 @@ def _timed(case: Case, move: Method, outs: tuple[bool, ...]) -> tuple[float, flo
         gate.record()
     for out in outs:
         case.streams[out].wait(gate)
-    started = time.perf_counter()
-    for out in outs:
-        move(out)
-    host_s = time.perf_counter() - started
+    with ThreadPoolExecutor(len(outs)) as threads:
+        host_s = sum(threads.map(partial(_host_s, move), outs))
     ends = []
     for out in outs:
         ends.append(torch.cuda.Event(enable_timing=True))
         ends[-1].record(case.stream(out))
     torch.cuda.synchronize()
     return max(gate.elapsed_time(end) for end in ends) / 1e3, host_s
+
+
+def _host_s(move: Method, out: bool) -> float:
+    started = time.thread_time()
+    move(out)
+    return time.thread_time() - started
 
 
 def _costs(
@@ -216,7 +224,6 @@ def _costs(
     methods: dict[str, Method],
     repeats: int,
 ) -> None:
-    methods = methods | {"kvstrata": partial(case.ours, is_awaited=False)}
     for out in (True, False):
         for work, run_work in works.items():
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
@@ -351,7 +358,7 @@ def _groups(report: TransferReport, geometry: Geometry, repeats: int, seed: int)
         case.streams[False].wait(events[0])
         for group, event in enumerate(events[1:]):
             ends = (pieces * group // LAYER_GROUPS, pieces * (group + 1) // LAYER_GROUPS)
-            case.ours(False, part=slice(*ends))
+            case.at_once(False, slice(*ends))
             event.record(case.stream(False))
         torch.cuda.synchronize()
         whole = events[0].elapsed_time(events[-1])

@@ -16,6 +16,7 @@ from kvstrata.gpu_runtime import ComponentPool, ComponentSpec
 from kvstrata.gpu_runtime.base import Device
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
 from kvstrata.gpu_runtime.device_pages import WHOLE, PageCopy
+from kvstrata.gpu_runtime.hurry import Hurry
 from kvstrata.gpu_runtime.transfers import slices_of
 from kvstrata.staging import SharedRegion, aligned
 
@@ -68,6 +69,8 @@ class CopyStream:
             stream.wait_event(event)
 
 
+AT_ONCE = "kvstrata, at once"
+
 Method = Callable[[bool], None]
 """Enqueues one copy of all pages, out of the device (True) or in, on the stream of that way."""
 
@@ -99,9 +102,15 @@ class Case:
         halves = whole.reshape(2, 2 * self.count, stride)
         self.host = {True: halves[0], False: halves[1]}
         self.streams = {out: CopyStream(torch.cuda.Stream(priority=-1)) for out in (True, False)}
+        self.hurry = Hurry()
         self.copies = {
             out: CudaCopies(
-                device, self.streams[out], out=out, chunk_bytes=CHUNK_BYTES, ring=GATED_CHUNKS
+                device,
+                self.streams[out],
+                out=out,
+                chunk_bytes=CHUNK_BYTES,
+                hurry=self.hurry,
+                ring=GATED_CHUNKS,
             )
             for out in (True, False)
         }
@@ -137,13 +146,17 @@ class Case:
         with torch.cuda.stream(self.stream(out)):
             target.copy_(source, non_blocking=True)
 
-    def ours(self, out: bool, *, part: slice = WHOLE, is_awaited: bool = True) -> None:
-        """All pieces, or some, of all pages. Unless `is_awaited`, returns when most have moved, as
-        those of a runtime's prefetch and write-back do."""
-        whole = replace(self.page_copies[out], part=part, is_awaited=is_awaited)
+    def ours(self, out: bool, part: slice = WHOLE) -> None:
+        """All pieces, or some, of all pages. Returns when most have moved."""
+        whole = replace(self.page_copies[out], part=part)
         with torch.cuda.stream(self.stream(out)):
             for some in slices_of(whole, Device.copy_slice_bytes):
                 self.copies[out].copy(some)
+
+    def at_once(self, out: bool, part: slice = WHOLE) -> None:
+        """The same for somebody who waits until it is enqueued."""
+        with self.hurry:
+            self.ours(out, part)
 
     def host_kernel(self, out: bool) -> None:
         """A kernel that writes or reads pinned host memory itself, as SGLang's and LMCache's do."""
@@ -233,6 +246,7 @@ def methods_of(case: Case, lmcache: Path | None, *, peers: bool) -> Iterator[tup
     """Everything that can run here, the limit first."""
     yield "contiguous", case.contiguous
     yield "kvstrata", case.ours
+    yield AT_ONCE, case.at_once
     if not peers:
         return
     yield "kernel on host memory", case.host_kernel
