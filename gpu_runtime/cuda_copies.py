@@ -39,7 +39,7 @@ import torch
 
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
-from kvstrata.gpu_runtime.cuda_chunks import PAUSE_NS, ChunkLoop, Step, compiled
+from kvstrata.gpu_runtime.cuda_chunks import PAUSE, ChunkLoop, Step, compiled
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
@@ -234,27 +234,27 @@ class CudaCopies:
             first, last = np.searchsorted(places, (at, end))
             there = step.address + (places[first:last] - at) * nbytes
             if self._out:
-                self._come_behind(before.bussed)
+                self._come_behind(before.bussed, (end - at) * nbytes)
                 self._move(number, copy, some, step, page_bytes=nbytes)
             (step if self._out else before).moved.hold_back(self._bus)
             self._enqueue(there, here[first:last], lengths[first:last], self._bus)
             step.bussed.record(self._bus)
             if late is not None:
-                self._come_behind(late[0].bussed)
+                self._come_behind(late[0].bussed, (end - at) * nbytes)
                 self._move(number, copy, late[1], late[0], page_bytes=nbytes)
             late = None if self._out else (step, some)  # the next one goes on the bus first
         if late is not None:
             late[0].bussed.hold_back(self._kernels)
             self._move(number, copy, late[1], late[0], page_bytes=nbytes)
 
-    def _come_behind(self, event: ReusedEvent) -> None:
+    def _come_behind(self, event: ReusedEvent, nbytes: int) -> None:
         """What goes to the kernels' stream next does: the host sleeps, or if anybody is in a hurry,
-        the stream waits."""
+        the stream waits. `nbytes` move meanwhile."""
         while not event.has_passed():
             if self._hurry:
                 event.hold_back(self._kernels)
                 return
-            time.sleep(PAUSE_NS / 1e9)
+            time.sleep(nbytes / PAUSE / 1e9)
 
     def _next_step(self) -> Step:
         step = self._steps[self._turn]

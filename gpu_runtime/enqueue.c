@@ -40,7 +40,7 @@ typedef struct {
     int64_t turn; /* the step that is next; told back */
     int64_t ring, out;
     volatile const int64_t *hurry; /* not 0: kernels wait on the GPU, the host does not */
-    int64_t pause_ns;
+    int64_t pause; /* bytes of a chunk for each nanosecond of a sleep while it moves */
     Handle kernels, bus;
     int64_t host, host_step; /* what moves of the first host page, and the bytes to the next one */
     int64_t nbytes;          /* of each page */
@@ -82,10 +82,10 @@ static int copy_batch(const Driver *driver, const int64_t *to, const int64_t *fr
                                              driver->first, 1, stream);
 }
 
-/* What goes to the kernels' stream next comes behind `event`. */
-static int come_behind(const Driver *driver, Copy *copy, Handle event)
+/* What goes to the kernels' stream next comes behind `event`. `nbytes` move meanwhile. */
+static int come_behind(const Driver *driver, Copy *copy, Handle event, int64_t nbytes)
 {
-    const struct timespec pause = {0, (long)copy->pause_ns};
+    const struct timespec pause = {0, (long)(nbytes / copy->pause)};
     int answer;
     while ((answer = driver->query(event)) == NOT_READY) {
         if (*copy->hurry) {
@@ -136,7 +136,7 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
             }
         }
         if (copy->out) {
-            PASS(come_behind(driver, copy, before->bussed));
+            PASS(come_behind(driver, copy, before->bussed, count * copy->nbytes));
             PASS(move(driver, step, graphs[turn], copy, pages + at, count));
         }
         TRY(WAIT, driver->wait(copy->bus, (copy->out ? step : before)->moved, 0));
@@ -144,7 +144,7 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
                                   : copy_batch(driver, there, here, lengths, runs, copy->bus));
         TRY(RECORD, driver->record(step->bussed, copy->bus));
         if (late) {
-            PASS(come_behind(driver, copy, late->bussed));
+            PASS(come_behind(driver, copy, late->bussed, count * copy->nbytes));
             PASS(move(driver, late, graphs[late - steps], copy, pages + borders[k - 1],
                       at - borders[k - 1]));
         }

@@ -136,10 +136,8 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver, "HAS_TRITON": True,
         "HEADER": HEADER, "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
-        "PAUSE_NS": 1,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
-    monkeypatch.setattr(cuda_chunks, "PAUSE_NS", 1)
     numbers = world.addresses(tells_failed=request.param)
     monkeypatch.setattr(cuda_driver, "addresses", lambda: numbers)
     return world

@@ -46,6 +46,7 @@ class Event:
 
     passed = True
     asked: Event | None = None
+    slept: list[float]
 
     def has_passed(self) -> bool:
         """Not at once, unless all have; the host sleeps before it asks for the same again."""
@@ -56,8 +57,9 @@ class Event:
         return False
 
     @staticmethod
-    def sleep(_: float) -> None:
+    def sleep(seconds: float) -> None:
         assert Event.asked is not None
+        Event.slept.append(seconds)
         Event.log.append(("host", Event.asked._after))
 
 
@@ -89,7 +91,7 @@ class Driver:
 
 @pytest.fixture
 def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    Event.log, Event.asked = [], None
+    Event.log, Event.slept, Event.asked = [], [], None
     driver = Driver()
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "HAS_TRITON": False, "cuda_driver": driver,
@@ -189,6 +191,8 @@ def test_who_waits_for_whom(
     else:
         kernels = full if in_a_hurry else ("host", "follower")
         assert Event.log == [free] + [free, kernels] * 3 + [full]
+    an_eighth = 2 * memory.page_bytes / 55e9 / 8
+    assert all(seconds == pytest.approx(an_eighth) for seconds in Event.slept)
 
     def refuse(*_: Any, **__: Any) -> None:
         Event.log.clear()

@@ -133,7 +133,7 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         "HAS_TRITON": True, "HEADER": 8, "compiled": lambda: None,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000, "FIRST_CHUNK_BYTES": 300,
-        "LAST_CHUNK_BYTES": 300, "PAUSE_NS": 1,
+        "LAST_CHUNK_BYTES": 300,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
     return world

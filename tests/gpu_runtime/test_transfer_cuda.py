@@ -226,16 +226,16 @@ def test_pages_through_a_file_and_kvikio(tmp_path: Path) -> None:
     assert pools.close(10.0)
 
 
-def test_a_join_waits_for_no_work_of_the_gpu() -> None:
+def test_a_join_waits_for_no_work_of_the_gpu(host: Any) -> None:
     """Not for that of the engine that copies are fenced behind, nor for copies before."""
     from kvstrata.gpu_runtime.cuda import CudaDevice
 
     tensors = _layers(PAGES, 2, 16, 4, 32)
     memory = adopt(tensors, page_axis=0)
-    device = CudaDevice(Timeline(), chunk_bytes=3 * memory.page_bytes)
+    device = CudaDevice(Timeline(), chunk_bytes=10 * memory.page_bytes)
     pools, numbers = AdoptedPools({"kv": memory}, device), {"kv": np.arange(PAGES)}
-    chunk = np.zeros((PAGES, aligned(memory.page_bytes)), np.uint8)
-    pools.pin({"kv": chunk})
+    stride = aligned(memory.page_bytes)
+    pools.pin("kv", host[: PAGES * stride].reshape(PAGES, stride))
     for tensor in tensors:
         tensor.fill_(1.0)
     pools.fence()
