@@ -34,6 +34,10 @@ from kvstrata.gpu_runtime.hurry import Hurry
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("enqueue.c")
+HEADER = 8
+"""Numbers before the page numbers of an order: pages, first piece, pieces, words from a page of the
+chunk to the next, words from the chunk's address to its first page, and whether the places of the
+pages in the chunk follow; else they are one behind the other. The rest is not used."""
 COMPILE_S = 60.0
 PAUSE = 440
 """While a chunk moves, the host sleeps a nanosecond for so many of its bytes from one look whether
@@ -54,6 +58,7 @@ class Step:
     pinned: torch.Tensor
     """The order, as the host writes it: int64 [HEADER + 2 * ORDER_PAGES]."""
     order: torch.Tensor
+    """The same on the device, as the kernel reads it."""
     moved: ReusedEvent
     """Behind the kernel."""
     bussed: ReusedEvent
@@ -68,6 +73,20 @@ class Step:
 
     def __post_init__(self) -> None:
         self.numbers, self.address = self.pinned.numpy(), self.chunk.data_ptr()
+
+    def write_order(self, copy: PageCopy, *, page_bytes: int) -> Numbers:
+        """For all pages of `copy`, one behind the other in the chunk, or in their places in one
+        that is staging on the device. `page_bytes`: from a page there to the next. Returns the copy
+        that brings it to the device: addresses there and here, and bytes; int64 [3, 1]."""
+        names, at, word = [copy.pages], 0, copy.memory.layout.word_bytes
+        if copy.is_staged_on_device:
+            names.append(copy.slots)
+            at = (copy.part_address - self.address) // word
+        pieces, end = copy.pieces, HEADER + len(names) * len(copy.pages)
+        self.numbers[:5] = len(copy.pages), pieces.start, len(pieces), page_bytes // word, at
+        self.numbers[5] = copy.is_staged_on_device
+        self.numbers[HEADER:end] = np.concatenate(names)
+        return np.array([[self.order.data_ptr()], [self.pinned.data_ptr()], [8 * end]], np.int64)
 
 
 def compiled() -> Any:
@@ -116,17 +135,19 @@ class ChunkLoop:
     """Of one direction. Called by the thread of its stream only."""
 
     def __init__(
-        self, function: Any, steps: Sequence[Step], hurry: Hurry, header: int, most_pages: int
+        self, function: Any, steps: Sequence[Step], hurry: Hurry, *, most_pages: int
     ) -> None:
-        """`function`: what was compiled. `header`: numbers of an order before those of pages, of
-        which there are `most_pages` at most."""
+        """`function`: what was compiled. `most_pages`: of a chunk."""
         self._function, self._hurry = function, hurry
         self._driver = cuda_driver.addresses()
-        self._header, self._most_pages = header, most_pages
-        rows = [(s.address, s.numbers.ctypes.data, s.moved.handle, s.bussed.handle) for s in steps]
+        self._most_pages = most_pages
+        rows = [
+            (s.address, s.pinned.data_ptr(), s.order.data_ptr(), s.moved.handle, s.bussed.handle)
+            for s in steps
+        ]
         self._steps = np.array(rows, np.int64)
         self._graphs: list[Numbers] = []
-        self._scratch = np.empty(3 * most_pages, np.int64)
+        self._scratch = np.empty(3 * (most_pages + 1), np.int64)
 
     def add_kernels(self, graphs: Sequence[int]) -> None:
         """Of memory that is prepared: the graph of each step."""
@@ -157,7 +178,7 @@ class ChunkLoop:
                 turn, len(self._steps), out, self._hurry.word.ctypes.data, PAUSE, kernels, bus,
                 copy.part_address, copy.host_step, nbytes,
                 joins, copy.memory.host_chunk_pages,
-                self._header, pieces.start, len(pieces), nbytes // word,
+                HEADER, pieces.start, len(pieces), nbytes // word,
                 len(borders) - 1, 0,
             ],
             np.int64,

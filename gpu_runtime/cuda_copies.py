@@ -39,7 +39,7 @@ import torch
 
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
-from kvstrata.gpu_runtime.cuda_chunks import PAUSE, ChunkLoop, Step, compiled
+from kvstrata.gpu_runtime.cuda_chunks import HEADER, PAUSE, ChunkLoop, Step, compiled
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
@@ -48,9 +48,7 @@ from kvstrata.gpu_runtime.hurry import Hurry
 HAS_TRITON = find_spec("triton") is not None
 """Without it torch gathers, with more launches and one more pass over the data."""
 if HAS_TRITON:
-    from kvstrata.gpu_runtime.gather import HEADER, fetch_order, move_pieces
-else:
-    HEADER = 0
+    from kvstrata.gpu_runtime.gather import fetch_order, move_pieces
 
 DIRECT_BYTES = 128 << 10
 CHUNK_BYTES = 64 << 20
@@ -140,11 +138,13 @@ class CudaCopies:
 
     def _close_ranks(self) -> None:
         """After a failure, wherever it was: who uses a chunk or an order next waits for what was
-        enqueued, and so does the stream."""
+        enqueued on either stream, and so does the owner's."""
+        moved, bussed = ReusedEvent(self._kernels), ReusedEvent(self._bus)
+        moved.hold_back(self._bus)
+        bussed.hold_back(self._kernels)
         for step in self._steps:
             step.moved.record(self._kernels)
             step.bussed.record(self._bus)
-        ReusedEvent(self._follower).hold_back(self._owner.cuda)
 
     def prepare(self, memory: DevicePages) -> None:
         """Compile and capture what copies of `memory` need. Idempotent. Raises ConfigError for
@@ -162,7 +162,7 @@ class CudaCopies:
             steps = self._new_steps()
             function = compiled() if HAS_TRITON and self.batched else None
             if function is not None:
-                self._loop = ChunkLoop(function, steps, self._hurry, HEADER, ORDER_PAGES)
+                self._loop = ChunkLoop(function, steps, self._hurry, most_pages=ORDER_PAGES)
             self._steps = steps
         starts = memory.layout.starts - memory.layout.starts[0]
         words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
@@ -196,18 +196,17 @@ class CudaCopies:
         offsets = np.asarray(copy.pieces) * layout.piece_bytes
         here = copy.host_address + copy.slots[:, None] * copy.host_step + offsets
         there, here = there.ravel(), here.ravel()
-        nbytes = np.full(there.size, layout.piece_bytes)
+        runs = np.array([there, here, np.full(there.size, layout.piece_bytes)])
         first, most = (max(1, n // layout.piece_bytes) for n in (FIRST_BYTES, CALL_BYTES))
         count, at = first if self._last_direct.has_passed() else most, 0
-        while at < len(nbytes):
-            some = slice(at, at + count)
-            self._enqueue(there[some], here[some], nbytes[some], self._owner.cuda)
+        while at < there.size:
+            self._enqueue(runs[:, at : at + count], self._owner.cuda)
             at, count = at + count, min(2 * count, most)
         self._last_direct.record(self._owner.cuda)
 
-    def _enqueue(
-        self, device: Numbers, host: Numbers, nbytes: Numbers, stream: torch.cuda.Stream
-    ) -> None:
+    def _enqueue(self, runs: Numbers, stream: torch.cuda.Stream) -> None:
+        """`runs`: addresses on the device and on the host, and bytes; int64 [3, n]."""
+        device, host, nbytes = runs
         target, source = (host, device) if self._out else (device, host)
         cuda_driver.copy_batch(target, source, nbytes, stream.cuda_stream, batched=self.batched)
 
@@ -226,26 +225,29 @@ class CudaCopies:
             cuda_driver.check(code, call)
             return
         places, here, lengths = self._host_runs(copy, nbytes, borders, joins=joins)
-        late: tuple[Step, slice] | None = None
-        """Its pages are on their way to the device; its kernel is next."""
+        late: tuple[PageCopy, Step] | None = None
+        """What is on its way to the device; its kernel is next."""
         for at, end in pairwise(borders):
             before = self._steps[self._turn - 2]  # the last one with this chunk
-            step, some = self._next_step(), slice(at, end)
+            step, some = self._next_step(), copy.some(slice(at, end))
             first, last = np.searchsorted(places, (at, end))
-            there = step.address + (places[first:last] - at) * nbytes
+            runs = np.array([step.address + (places - at) * nbytes, here, lengths])[:, first:last]
+            order = step.write_order(some, page_bytes=nbytes)
             if self._out:
                 self._come_behind(before.bussed, (end - at) * nbytes)
-                self._move(number, copy, some, step, page_bytes=nbytes)
+                self._move(number, some, step)
+            elif HAS_TRITON:
+                runs = np.concatenate((runs, order), axis=1)
             (step if self._out else before).moved.hold_back(self._bus)
-            self._enqueue(there, here[first:last], lengths[first:last], self._bus)
+            self._enqueue(runs, self._bus)
             step.bussed.record(self._bus)
             if late is not None:
-                self._come_behind(late[0].bussed, (end - at) * nbytes)
-                self._move(number, copy, late[1], late[0], page_bytes=nbytes)
-            late = None if self._out else (step, some)  # the next one goes on the bus first
+                self._come_behind(late[1].bussed, (end - at) * nbytes)
+                self._move(number, *late)
+            late = None if self._out else (some, step)  # the next one goes on the bus first
         if late is not None:
-            late[0].bussed.hold_back(self._kernels)
-            self._move(number, copy, late[1], late[0], page_bytes=nbytes)
+            late[1].bussed.hold_back(self._kernels)
+            self._move(number, *late)
 
     def _come_behind(self, event: ReusedEvent, nbytes: int) -> None:
         """What goes to the kernels' stream next does: the host sleeps, or if anybody is in a hurry,
@@ -289,25 +291,13 @@ class CudaCopies:
         here = copy.part_address + copy.slots[first] * copy.host_step
         return first, here, count * nbytes
 
-    def _move(
-        self, number: int, copy: PageCopy, some: slice, step: Step, *, page_bytes: int
-    ) -> None:
-        """Gather pages, or scatter them, on the stream of the kernels: one behind the other in the
-        chunk of `step`, or in their places in one on the device. `page_bytes`: from a page there to
-        the next."""
+    def _move(self, number: int, copy: PageCopy, step: Step) -> None:
+        """Gather pages, or scatter them, on the stream of the kernels, as the order says."""
         if HAS_TRITON:
-            pages, pieces, word = copy.pages[some], copy.pieces, copy.memory.layout.word_bytes
-            count, at, numbers = len(pages), 0, step.numbers[HEADER:]
-            numbers[:count] = pages
-            if copy.is_staged_on_device:
-                numbers[count : 2 * count] = copy.slots[some]
-                at = (copy.part_address - step.address) // word
-            header = (count, pieces.start, len(pieces), page_bytes // word, at)
-            step.numbers[:6] = *header, copy.is_staged_on_device
             cuda_driver.launch(step.graphs[number], self._kernels.cuda_stream)
         else:
             with torch.cuda.stream(self._kernels):
-                self._move_by_torch(copy.some(some), step)
+                self._move_by_torch(copy, step)
         step.moved.record(self._kernels)
 
     def _move_by_torch(self, copy: PageCopy, step: Step) -> None:
@@ -327,8 +317,11 @@ class CudaCopies:
         """By the kernels alone."""
         number = self._number_of(copy.memory)
         for at in range(0, len(copy.pages), ORDER_PAGES):
-            step = self._next_step()
-            self._move(number, copy, slice(at, at + ORDER_PAGES), step, page_bytes=copy.host_step)
+            step, some = self._next_step(), copy.some(slice(at, at + ORDER_PAGES))
+            order = step.write_order(some, page_bytes=copy.host_step)
+            if HAS_TRITON and not self._out:
+                self._enqueue(order, self._kernels)
+            self._move(number, some, step)
             if self._out:
                 step.bussed.record(self._bus)  # who gathers into the chunk of this step next waits
                 step.moved.hold_back(self._owner.cuda)
@@ -363,7 +356,8 @@ class CudaCopies:
         grid = torch.cuda.get_device_properties(self._device).multi_processor_count
 
         def launch(step: Step) -> None:
-            fetch_order(step.pinned, step.order)
+            if self._out:  # else it comes with the pages
+                fetch_order(step.pinned, step.order)
             move_pieces(
                 pool,
                 starts,
@@ -380,6 +374,7 @@ class CudaCopies:
         self._steps[0].pinned[0] = 0  # no pages
         stream = torch.cuda.Stream(priority=-1)  # a graph's kernels keep the priority
         with torch.cuda.stream(stream):
+            self._steps[0].order.zero_()
             launch(self._steps[0])  # compiles, which a capture does not allow
         stream.synchronize()
         captured: list[tuple[torch.cuda.CUDAGraph, int]] = []

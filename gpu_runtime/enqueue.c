@@ -33,6 +33,7 @@ typedef struct {
 typedef struct {
     int64_t chunk; /* its address */
     int64_t *order;
+    int64_t device_order; /* its address on the device */
     Handle moved, bussed;
 } Step;
 
@@ -98,19 +99,23 @@ static int come_behind(const Driver *driver, Copy *copy, Handle event, int64_t n
     return 0;
 }
 
-static int move(const Driver *driver, const Step *step, Handle graph, Copy *copy,
-                const int64_t *pages, int64_t count)
+static void write_order(const Step *step, const Copy *copy, const int64_t *pages, int64_t count)
 {
     const int64_t header[] = {count, copy->first_piece, copy->pieces, copy->page_words, 0, 0};
     memcpy(step->order, header, sizeof header);
     memcpy(step->order + copy->header, pages, (size_t)count * sizeof *pages);
+}
+
+static int move(const Driver *driver, const Step *step, Handle graph, Copy *copy)
+{
     TRY(LAUNCH, driver->launch(graph, copy->kernels));
     TRY(RECORD, driver->record(step->moved, copy->kernels));
     return 0;
 }
 
 /* `borders`: where the chunks begin in `pages` and `slots`, and the end. `scratch`: three numbers
- * for each page of a chunk. Returns the driver's code when it refuses a call, and stops there. */
+ * for each page of a chunk, and three more. Returns the driver's code when it refuses a call, and
+ * stops there. */
 int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *graphs,
                      const int64_t *borders, const int64_t *pages, const int64_t *slots,
                      int64_t *scratch, Copy *copy)
@@ -120,7 +125,7 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
     for (int64_t k = 0; k < copy->chunks; k++) {
         const int64_t at = borders[k], count = borders[k + 1] - at, turn = copy->turn;
         const Step *before = &steps[(turn + copy->ring - 2) % copy->ring], *step = &steps[turn];
-        int64_t *there = scratch, *here = there + count, *lengths = here + count;
+        int64_t *there = scratch, *here = there + count + 1, *lengths = here + count + 1;
         size_t runs = 0;
 
         copy->turn = (turn + 1) % copy->ring;
@@ -135,9 +140,14 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
                 lengths[runs++] = copy->nbytes;
             }
         }
+        write_order(step, copy, pages + at, count);
         if (copy->out) {
             PASS(come_behind(driver, copy, before->bussed, count * copy->nbytes));
-            PASS(move(driver, step, graphs[turn], copy, pages + at, count));
+            PASS(move(driver, step, graphs[turn], copy));
+        } else { /* the order goes with the pages */
+            there[runs] = step->device_order;
+            here[runs] = (int64_t)(intptr_t)step->order;
+            lengths[runs++] = (copy->header + count) * (int64_t)sizeof *pages;
         }
         TRY(WAIT, driver->wait(copy->bus, (copy->out ? step : before)->moved, 0));
         TRY(COPY_BATCH, copy->out ? copy_batch(driver, here, there, lengths, runs, copy->bus)
@@ -145,16 +155,13 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
         TRY(RECORD, driver->record(step->bussed, copy->bus));
         if (late) {
             PASS(come_behind(driver, copy, late->bussed, count * copy->nbytes));
-            PASS(move(driver, late, graphs[late - steps], copy, pages + borders[k - 1],
-                      at - borders[k - 1]));
+            PASS(move(driver, late, graphs[late - steps], copy));
         }
         late = copy->out ? NULL : step; /* the next one goes on the bus first */
     }
     if (late) {
-        const int64_t at = borders[copy->chunks - 1];
         TRY(WAIT, driver->wait(copy->kernels, late->bussed, 0));
-        PASS(move(driver, late, graphs[late - steps], copy, pages + at,
-                  borders[copy->chunks] - at));
+        PASS(move(driver, late, graphs[late - steps], copy));
     }
     return 0;
 }

@@ -15,18 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-HEADER = 8
-"""Numbers before the page numbers of an order: pages, first piece, pieces, words from a page of the
-chunk to the next, words from the chunk's address to its first page, and whether the places of the
-pages in the chunk follow; else they are one behind the other. The rest is not used."""
+from kvstrata.gpu_runtime.cuda_chunks import HEADER
+
 _BLOCK = 4096
 _NUMBERS = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _fetch(order, here, FIRST: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803 # pragma: no cover
-    """An order from pinned host memory to the device. A kernel does it: a copy engine would put it
-    behind the large copies that it is for."""
+    """An order from pinned host memory to the device. Only for copies out, which leave the engine
+    alone that brings it with the pages of copies in."""
     n = tl.load(order) * (1 + tl.load(order + 5)) + FIRST
     for at in range(0, n, NUMBERS):
         offsets = at + tl.arange(0, NUMBERS)

@@ -25,7 +25,7 @@ from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
 from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.gpu_runtime.hurry import Hurry
 
-HEADER, REFUSED, NOT_READY = 8, 700, 600
+REFUSED, NOT_READY = 700, 600
 NUMBER = ctypes.c_int64
 
 
@@ -135,7 +135,7 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
     )
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver, "HAS_TRITON": True,
-        "HEADER": HEADER, "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
+        "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
     numbers = world.addresses(tells_failed=request.param)

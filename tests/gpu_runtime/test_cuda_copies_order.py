@@ -1,8 +1,8 @@
 """The order that `CudaCopies` makes on a GPU, without one: vector clocks over its streams.
 
 Each operation knows what happens before it: what was on its stream, and behind the events that the
-stream was made to wait for. Two uses of a chunk of which one writes, or of an order, must be in
-order, whatever copies come, and wherever a call of the driver fails. With a GPU:
+stream was made to wait for. Two uses of a chunk or an order of which one writes must be in order,
+whatever copies come, and wherever a call of the driver fails. With a GPU:
 `tests/tiers/test_cuda_order.py`.
 """
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kvstrata.gpu_runtime import adopt, cuda_copies
+from kvstrata.gpu_runtime.cuda_chunks import Step
 from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
@@ -40,12 +41,11 @@ class World:
         self.host: Clock = {}
         """What the enqueuing thread has waited for."""
         self.uses: dict[tuple[str, str, bool], int] = {}
-        """Chunk, stream, whether it writes → the last such operation."""
+        """Memory on the device, stream, whether it writes → the last such operation."""
         self.orders: dict[int, tuple[str, int]] = {}
-        """The last kernel that reads an order."""
+        """The last operation that reads the order of a step from the host's memory."""
         self.chunks: list[range] = []
-        self.numbers: list[Any] = []
-        """The order of each step."""
+        self.steps: list[Step] = []
         self.calls_left = 0
         """Until a call of the driver fails; 0: none does."""
         self.instantiated = 0
@@ -61,16 +61,22 @@ class World:
             raise CudaCopyError("planted")
 
     def run(self, stream: Any, uses: dict[str, bool]) -> tuple[str, int]:
-        """One operation; `uses`: chunks, and whether it writes them."""
+        """One operation; `uses`: memory on the device, and whether it writes that."""
         clock = self.clock(stream)
         join(clock, self.host)
         number = clock[stream.name] = clock.get(stream.name, 0) + 1
-        for chunk, writes in uses.items():
+        for memory, writes in uses.items():
             for (used, other, wrote), then in self.uses.items():
-                in_order = clock.get(other, 0) >= then or used != chunk or not (writes or wrote)
-                assert in_order, f"{chunk}: {stream.name} does not wait for {other}"
-            self.uses[chunk, stream.name, writes] = number
+                in_order = clock.get(other, 0) >= then or used != memory or not (writes or wrote)
+                assert in_order, f"{memory}: {stream.name} does not wait for {other}"
+            self.uses[memory, stream.name, writes] = number
         return stream.name, number
+
+    def write_order(self, step: Step) -> None:
+        """By the host."""
+        number = next(i for i, one in enumerate(self.steps) if one is step)
+        stream, read = self.orders.get(number, ("", 0))
+        assert self.host.get(stream, 0) >= read, "an order is written while it is read"
 
 
 @pytest.fixture
@@ -108,17 +114,20 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
             for i, chunk in enumerate(world.chunks)
             if any(address in chunk for address in addresses.tolist())
         }
-        world.run(stream, uses)  # what the driver took before it failed runs all the same
+        brought = [i for i, s in enumerate(world.steps) if s.order.data_ptr() in targets.tolist()]
+        uses |= {f"order {i}": True for i in brought}
+        ran = world.run(stream, uses)  # what the driver took before it failed runs all the same
+        world.orders |= dict.fromkeys(brought, ran)
         world.call()
 
     def launch(step: int, stream: Any) -> None:
-        if step in world.orders:  # the host has written the order of this step anew
-            before, number = world.orders[step]
-            assert world.host.get(before, 0) >= number, "an order is written while it is read"
         world.call()
-        gathers, is_elsewhere = world.is_out, world.numbers[step][4] != 0
+        fetches = gathers = world.is_out
+        is_elsewhere = world.steps[step].numbers[4] != 0
         uses = {} if is_elsewhere else {f"chunk {step % 2}": gathers}
-        world.orders[step] = world.run(stream, uses)
+        ran = world.run(stream, uses | {f"order {step}": fetches})
+        if fetches:
+            world.orders[step] = ran
 
     def instantiate(_: object) -> int:
         world.instantiated += 1
@@ -130,12 +139,19 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
     )  # fmt: skip
     for name, value in {
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver,
-        "HAS_TRITON": True, "HEADER": 8, "compiled": lambda: None,
+        "HAS_TRITON": True, "compiled": lambda: None,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000, "FIRST_CHUNK_BYTES": 300,
         "LAST_CHUNK_BYTES": 300,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
+
+    def write_order(step: Step, *args: Any, **more: Any) -> Any:
+        world.write_order(step)
+        return real(step, *args, **more)
+
+    real = Step.write_order
+    monkeypatch.setattr(Step, "write_order", write_order)
     return world
 
 
@@ -166,7 +182,7 @@ def made(world: World, pools: list[DevicePages]) -> CudaCopies:
         world.instantiated = 0
         copies.prepare(memory)
     chunks = [step.address for step in copies._steps[:2]]
-    world.numbers = [step.numbers for step in copies._steps]
+    world.steps = copies._steps
     world.chunks = [range(at, at + CHUNK_BYTES) for at in chunks]
     return copies
 

@@ -14,6 +14,7 @@ import torch
 
 from kvstrata.gpu_runtime import ComponentPool, ComponentSpec
 from kvstrata.gpu_runtime.base import Device
+from kvstrata.gpu_runtime.cuda_chunks import HEADER
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
 from kvstrata.gpu_runtime.device_pages import WHOLE, PageCopy
 from kvstrata.gpu_runtime.hurry import Hurry
@@ -160,7 +161,7 @@ class Case:
 
     def host_kernel(self, out: bool) -> None:
         """A kernel that writes or reads pinned host memory itself, as SGLang's and LMCache's do."""
-        from kvstrata.gpu_runtime.gather import HEADER, move_pieces
+        from kvstrata.gpu_runtime.gather import move_pieces
 
         if out not in self._pinned:
             self._pinned[out] = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
