@@ -14,6 +14,7 @@ import torch
 
 from kvstrata.errors import ConfigError, InputError, IntegrityError
 from kvstrata.gpu_runtime import AdoptedPools, CpuDevice, Timeline, adopt, transfer_interface
+from kvstrata.gpu_runtime.cpu import CpuEvent
 from kvstrata.gpu_runtime.device_pages import PageCopy
 from kvstrata.gpu_runtime.testing import Gate
 
@@ -218,6 +219,22 @@ def test_a_device_that_broke_is_told_of(pools: AdoptedPools, device: Device) -> 
             call()
     assert good.done()
     good.join()
+
+
+@pytest.mark.parametrize("way", ["copy_in", "copy_out"])
+def test_copies_come_behind_a_fence(
+    pools: AdoptedPools, device: Device, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of either direction: what the engine does there reads pages that are copied to as well."""
+    event = CpuEvent()
+    monkeypatch.setattr(device, "fence", lambda: event)
+    pools.fence()
+    numbers = {"kv": np.arange(3)}
+    copy = getattr(pools, way)(numbers, numbers)
+    assert not copy.wait(0.05)
+    assert not device.copies
+    event.complete()
+    assert copy.wait(WAIT_S)
 
 
 def test_memory_of_a_copy_that_outlives_close_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import IntegrityError
 from kvstrata.gpu_runtime import ComponentPool, ComponentSpec, CpuDevice, Timeline
+from kvstrata.gpu_runtime.base import Event
 from kvstrata.gpu_runtime.copy_queue import LEAST, MOST, MOST_BYTES, CopyPriority, CopyQueue, Slice
 from kvstrata.gpu_runtime.device_pages import PageCopy
-from kvstrata.gpu_runtime.transfers import chunk_pages, slices_of
+from kvstrata.gpu_runtime.transfers import CopyQueues, CopyResult, chunk_pages, slices_of
 
 
 @pytest.fixture
@@ -64,6 +65,29 @@ def test_an_urgent_copy_overtakes_at_the_border_of_a_slice(
     assert ran.names == [*first, "r0", "r1", *(f"p{i}" for i in range(depth, depth + 3)), "q0"]
     assert queue.queued == 0
     queue.check_integrity()
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_copies_go_by_the_priority_that_they_are_given(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch, out: bool
+) -> None:
+    pool = ComponentPool(ComponentSpec("kv", 1, 1, 8, "float16"), 40, 4, torch.device("cpu"))
+    host, gate, moved = np.zeros((40, pool.page_bytes), np.uint8), threading.Event(), list[int]()
+
+    def copy(some: PageCopy) -> None:
+        assert gate.wait(10.0)
+        moved.extend(some.pages.tolist())
+
+    for way in ("copy_in", "copy_out"):
+        monkeypatch.setattr(device, way, copy)
+    monkeypatch.setattr(device, "copy_slice_bytes", pool.page_bytes)
+    queues, ends = CopyQueues(device), list[Event]()
+    for first, priority in zip((0, 20, 30), reversed(CopyPriority), strict=True):
+        pages = np.arange(first, first + (20 if first == 0 else 3))
+        ends += queues.add([[PageCopy(pool, pages, host, pages)]], priority, CopyResult(), out=out)
+    gate.set()
+    assert all(event.wait(10.0) for event in ends)
+    assert moved == [*range(MOST), 30, 31, 32, 20, 21, 22, *range(MOST, 20)]
 
 
 @pytest.mark.parametrize("first", [1, MOST_BYTES // 2])

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvstrata.errors import InputError
 from kvstrata.tools import cli
-from kvstrata.tools.bench.transfer import Cost, Loop, Rate, TransferReport
+from kvstrata.tools.bench.transfer import Cost, Loop, Rate, TransferReport, loss_percent
 from kvstrata.tools.bench.transfer_beside import between
 from kvstrata.tools.bench.transfer_table import plot, tables
 from kvstrata.tools.bench.transfer_wall import _rate
@@ -48,6 +48,12 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for argument, text in (("--size=much", "--size"), ("--only=GPT-9", "Llama-3-8B")):
         assert cli.main(["bench", "transfer", argument]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_what_transfers_cost_is_of_the_time_alone() -> None:
+    """Work of 0.1 s beside 4 GiB that cost it 1.25 ms each takes 0.105 s: 5 % longer."""
+    assert loss_percent(1.25, 4 / 0.105) == pytest.approx(5.0)
+    assert loss_percent(-0.01, 50.0) == pytest.approx(-0.05, abs=1e-3)
 
 
 def test_work_that_changes_its_speed_is_measured_again() -> None:

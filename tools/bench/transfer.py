@@ -65,7 +65,8 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Loop:
     """A decode loop that is launched from Python, beside transfers of another thread. On the GPU
-    alone those would cost it `gpu_percent`, by the `Cost` of its own graph, at this rate."""
+    alone those would cost it `gpu_percent`, by the `Cost` of its own graph, at this rate. Both are
+    of the time of the loop alone."""
 
     loop: str
     transfers: str
@@ -321,8 +322,15 @@ def _loops_beside(
     for (kind, method, way), measured in rows.items():
         alone_ms, loss, rate = medians(measured)
         cost = extra[loops[kind][1], method, way]
-        gpu = cost * rate / 10  # ms a GiB and GiB a second make percent
+        gpu = loss_percent(cost, rate)
         report.loops.append(Loop(kind, f"{method}, {way}", alone_ms, loss, gpu, rate))
+
+
+def loss_percent(extra_ms_per_gib: float, gib_per_s: float) -> float:
+    """Of the time that work takes alone, when transfers at this rate cost it so much: the rate is
+    that of the time beside them, which is longer."""
+    lost = extra_ms_per_gib * gib_per_s / 1e3
+    return 100 * lost / (1 - lost)
 
 
 def _plain_copies(*, out: bool) -> Callable[[], int]:
