@@ -22,6 +22,7 @@ from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 
+write_order = Step.write_order
 Clock = dict[str, int]
 """Stream → its last operation that has ended."""
 CHUNK_BYTES, PAGES = 704, 40
@@ -72,11 +73,12 @@ class World:
             self.uses[memory, stream.name, writes] = number
         return stream.name, number
 
-    def write_order(self, step: Step) -> None:
+    def write_order(self, step: Step, *args: Any, **more: Any) -> Any:
         """By the host."""
         number = next(i for i, one in enumerate(self.steps) if one is step)
         stream, read = self.orders.get(number, ("", 0))
         assert self.host.get(stream, 0) >= read, "an order is written while it is read"
+        return write_order(step, *args, **more)
 
 
 @pytest.fixture
@@ -145,13 +147,7 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         "LAST_CHUNK_BYTES": 300,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
-
-    def write_order(step: Step, *args: Any, **more: Any) -> Any:
-        world.write_order(step)
-        return real(step, *args, **more)
-
-    real = Step.write_order
-    monkeypatch.setattr(Step, "write_order", write_order)
+    monkeypatch.setattr(Step, "write_order", lambda *a, **more: world.write_order(*a, **more))
     return world
 
 
