@@ -73,12 +73,12 @@ class World:
             self.uses[memory, stream.name, writes] = number
         return stream.name, number
 
-    def write_order(self, step: Step, **more: Any) -> Any:
+    def write_order(self, step: Step, copy: PageCopy, **more: Any) -> Any:
         """By the host."""
         number = next(i for i, one in enumerate(self.steps) if one is step)
         stream, read = self.orders.get(number, ("", 0))
         assert self.host.get(stream, 0) >= read, "an order is written while it is read"
-        return write_order(step, **more)
+        return write_order(step, copy, **more)
 
 
 @pytest.fixture
@@ -147,7 +147,8 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         "LAST_CHUNK_BYTES": 300,
     }.items():  # fmt: skip
         monkeypatch.setattr(cuda_copies, name, value, raising=False)
-    noted = lambda step, **more: world.write_order(step, **more)  # noqa: E731, PLW0108 (a method)
+    # A lambda, as a method of `world` would not be one of the step.
+    noted = lambda step, copy, **more: world.write_order(step, copy, **more)  # noqa: E731, PLW0108
     monkeypatch.setattr(Step, "write_order", noted)
     return world
 
