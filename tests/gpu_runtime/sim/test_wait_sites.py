@@ -20,7 +20,7 @@ CALLS = {
 EACH = {"wait_event", "on_complete", "record", "hold", "begin_backup", "end_backup"}
 """Of these an edit must replace the call itself; of the others, something in its function."""
 
-DEVICES = ("cpu", "cuda", "cuda_copies", "cuda_events", "sim", "turns")
+DEVICES = ("cpu", "cuda", "cuda_copies", "cuda_events", "hurry", "sim", "turns")
 """Devices keep the contract of streams by themselves; their tests are of their own."""
 
 _STATE = "a state that the page table demands; no other thread looks before the copy has ended"
