@@ -91,7 +91,9 @@ def build_options(
         message = str(error)
     where = where or Where()
     text, _, path = message.partition(" - at `$")
-    key = path.strip("`.") or _named_field(text)
+    key = path.strip("`.")
+    if not key and (field := _named_field(text)):
+        key, text = field, "it is missing" if "missing" in text else "there is no such option"
     if key:
         key = f"{where.key}.{key}" if where.key else key
         where = Where(where.file, where.line, key)

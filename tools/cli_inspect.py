@@ -69,9 +69,15 @@ def inspect(
         report = decode_frame(read_file(Path(frame)), frame, _name_of(Path(frame)), settings)
         _show_frame(report, json)
         return
+    if settings is None and frame is not None:
+        raise InputError(
+            f"there is no file {frame}",
+            remedy="give a file; or --config FILE, and the beginning of a key",
+            where=Where(key="--frame"),
+        )
     if settings is None:
         raise InputError(
-            "there is nothing to inspect" if frame is None else f"there is no file {frame}",
+            "there is nothing to inspect",
             remedy="give --config FILE and a backend, or --frame FILE",
             where=Where(key="--config"),
         )
@@ -183,12 +189,17 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+_ALWAYS = ("place", "verdict", "file_bytes")
+"""Fields of a report that are known where no header can be read."""
+
+
 def _show_frame(report: FrameReport, json: Path | None) -> None:
     console = table_console(json)
     table = Table("", "", show_header=False, title="frame")
     table.columns[1].overflow = "fold"
     for field, value in msgspec.structs.asdict(report).items():
-        if value != "" or field in ("parent", "verdict"):
+        is_known = report.key != "" or field in _ALWAYS
+        if is_known and (value != "" or field in ("parent", "verdict")):
             shown = f"{value:,}" if isinstance(value, int) else str(value)
             style = "red" if field == "verdict" and value != "ok" else None
             table.add_row(field.replace("_", " "), Text(shown or "(first page)"), style=style)

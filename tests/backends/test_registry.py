@@ -153,8 +153,8 @@ def test_options() -> None:
 @pytest.mark.parametrize(
     ("table", "key", "reason"),
     [
-        ({"path": "x", "max_bites": 3}, "max_bites", "unknown field"),
-        ({}, "path", "missing required field"),
+        ({"path": "x", "max_bites": 3}, "max_bites", "no such option"),
+        ({}, "path", "it is missing"),
         ({"path": 7}, "path", "Expected `str`"),
         ({"path": "x", "durability": "some"}, "durability", "Invalid enum value"),
         ({"path": "x", "max_bytes": "10 Gigs"}, "", "10 Gigs"),

@@ -108,7 +108,7 @@ def test_frame_by_key_and_by_file(
     inspect("--frame", "ffffffffffff0", code=2)
     assert "no key begins so" in capsys.readouterr().err
     inspect("--frame", "nothing", code=2, config=False)
-    assert "there is no file nothing" in capsys.readouterr().err
+    assert "--frame: there is no file nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,19 @@ def test_a_frame_that_is_wrong(two: Any, inspect: Inspect, damage: Any, word: st
     path.write_bytes(damage(path.read_bytes()))
     assert word in inspect("--frame", path, code=1)["verdict"]
     assert word in inspect("--frame", path.name, code=1)["verdict"]
+
+
+def test_of_what_is_no_frame_nothing_is_made_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    junk = tmp_path / "junk"
+    junk.write_bytes(bytes(range(200)) * 30)
+    assert cli.main(["inspect", "--frame", str(junk)]) == 1
+    shown = capsys.readouterr().out
+    assert "not a frame" in shown
+    assert "6,000" in shown
+    assert "depth" not in shown
+    assert "checksum kind" not in shown
 
 
 def test_a_frame_in_anothers_place(two: Any, inspect: Inspect) -> None:
