@@ -122,9 +122,8 @@ class CudaStream(CpuStream):
     def _wait_now(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
         if self._copies:
-            with self._device.hurry.or_complete(event) as wait:
-                self._device.await_unless_broken(wait)
-        self._device.await_recorded(event)
+            self._device.hurry.sleep_until(event, self._device.await_unless_broken)
+        self._device.await_recorded(event)  # a fence is, and what is complete
         for stream in (self.cuda, *self.followers):
             stream.wait_event(event.cuda)
         self._after.append(event)

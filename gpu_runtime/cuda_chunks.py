@@ -40,8 +40,8 @@ chunk to the next, words from the chunk's address to its first page, and whether
 pages in the chunk follow; else they are one behind the other. The rest is not used."""
 COMPILE_S = 60.0
 PAUSE = 440
-"""While a chunk moves, the host sleeps a nanosecond for so many of its bytes from one look whether
-the chunk before is ready to the next: an eighth of its time, at 55 GB/s. A timer adds 0.06 ms."""
+"""The host sleeps a nanosecond for so many bytes of a chunk from one look whether the chunk before
+is ready to the next: an eighth of the time that it moves, at 55 GB/s. A timer adds 0.06 ms."""
 _compiling = threading.Lock()
 _REFUSED = (
     "cuEventSynchronize", "cuStreamWaitEvent", "cuEventQuery", "cuGraphLaunch", "cuEventRecord",

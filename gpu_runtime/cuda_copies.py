@@ -73,7 +73,7 @@ FIRST_CHUNK_BYTES = 8 << 20
 LAST_CHUNK_BYTES = 16 << 20
 """Into the device: the kernel of the last chunk waits on the GPU, so that the thread can go on to
 the next copy while it moves (0.3 ms)."""
-RING = 16
+RING = 24
 """Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
 16 KiB and more; else the enqueueing thread waits for the first of them."""
 ORDER_PAGES = 2048
@@ -251,7 +251,7 @@ class CudaCopies:
 
     def _come_behind(self, event: ReusedEvent, nbytes: int) -> None:
         """What goes to the kernels' stream next does: the host sleeps, or if anybody is in a hurry,
-        the stream waits. `nbytes` move meanwhile."""
+        the stream waits. `nbytes` move after the event, so it may be late."""
         while not event.has_passed():
             if self._hurry:
                 event.hold_back(self._kernels)

@@ -43,8 +43,32 @@ class PageLayout:
     def overlaps(self, begin: int, end: int) -> bool:
         """Whether a byte between these addresses may be one of a page, or of what is between two
         pages of a piece."""
-        extent = (self.pages - 1) * self.page_stride + self.piece_bytes
-        return bool(((self.starts < end) & (self.starts + extent > begin)).any())
+        return bool(((self.starts < end) & (self.starts + self.extent > begin)).any())
+
+    def shares_bytes(self, other: PageLayout | None = None) -> bool:
+        """Whether a byte is in a page of both, or else in two pieces of its own: exactly, if both
+        have one step from page to page; else whether it may be."""
+        found = self._meets(other or self)
+        if other is None:
+            np.fill_diagonal(found, val=False)
+        return bool(found.any())
+
+    def _meets(self, other: PageLayout) -> npt.NDArray[np.bool_]:
+        """Which piece of this meets which one of the other."""
+        step, distances = self.page_stride, self.starts[:, None] - other.starts
+        if step == other.page_stride and min(self.pages, other.pages) > 1:
+            turns, rest = np.divmod(distances, step)
+            met = (rest < other.piece_bytes) & (-self.pages < turns) & (turns < other.pages)
+            turns += 1
+            met |= (step - rest < self.piece_bytes) & (-self.pages < turns) & (turns < other.pages)
+        else:
+            met = (distances < other.extent) & (-distances < self.extent)
+        return met
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first byte of a piece in page 0 to the last in the last page."""
+        return (self.pages - 1) * self.page_stride + self.piece_bytes
 
     def is_multiple_of(self, nbytes: int) -> bool:
         """Whether all addresses and sizes are."""
@@ -178,6 +202,13 @@ def adopt(
     does not matter, bytes are moved as they are. With `page_tokens` the axis numbers tokens, and a
     page is so many of them ([tokens, heads, dim]). Raises ConfigError for what cannot be adopted.
     """
+    given: object = tensors
+    if isinstance(given, torch.Tensor):  # its first axis would be taken for layers
+        raise ConfigError(
+            f"one tensor {tuple(given.shape)}, not a sequence of them",
+            where=Where(key="tensors"),
+            remedy="adopt([tensor], ...)",
+        )
     views = [
         view
         for number, tensor in enumerate(tensors)
@@ -192,7 +223,14 @@ def adopt(
         )
     pages, stride, nbytes, _ = found.pop()
     starts = np.asarray([view.data_ptr() for view in views], np.int64)
-    return DevicePages(PageLayout(starts, stride, nbytes, pages), views)
+    layout = PageLayout(starts, stride, nbytes, pages)
+    if layout.shares_bytes():
+        raise ConfigError(
+            "two of the tensors share memory",
+            where=Where(key="tensors"),
+            remedy="adopt each once, and no view of another one",
+        )
+    return DevicePages(layout, views)
 
 
 def _pieces(

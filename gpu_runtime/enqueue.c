@@ -41,7 +41,7 @@ typedef struct {
     int64_t turn; /* the step that is next; told back */
     int64_t ring, out;
     volatile const int64_t *hurry; /* not 0: kernels wait on the GPU, the host does not */
-    int64_t pause; /* bytes of a chunk for each nanosecond of a sleep while it moves */
+    int64_t pause; /* bytes of a chunk for each nanosecond of a sleep */
     Handle kernels, bus;
     int64_t host, host_step; /* what moves of the first host page, and the bytes to the next one */
     int64_t nbytes;          /* of each page */
@@ -83,7 +83,8 @@ static int copy_batch(const Driver *driver, const int64_t *to, const int64_t *fr
                                              driver->first, 1, stream);
 }
 
-/* What goes to the kernels' stream next comes behind `event`. `nbytes` move meanwhile. */
+/* What goes to the kernels' stream next comes behind `event`. `nbytes` move after that, so it may be
+ * late. */
 static int come_behind(const Driver *driver, Copy *copy, Handle event, int64_t nbytes)
 {
     const struct timespec pause = {0, (long)(nbytes / copy->pause)};

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -12,17 +13,18 @@ from kvstrata.gpu_runtime.base import Event
 
 
 class Hurry:
-    """Of one device. Any thread.
+    """Of one device. Any thread, also a signal's handler.
 
     Copies are enqueued while they move, as what waits on the GPU slows launches there. Who needs
-    one to be enqueued is in a hurry, by `with`, as long as it waits: meanwhile the GPU waits.
+    one to be enqueued is in a hurry, by `with`, as long as it waits: meanwhile the GPU waits. (A
+    KeyboardInterrupt just as the wait begins or ends may leave the device in a hurry for good.)
     """
 
     def __init__(self) -> None:
         self.word = np.zeros(1, np.int64)
         """How many are in a hurry; read by C code, at any time."""
-        self._lock = threading.RLock()  # a signal's handler may wait, too
-        self._sleepers: set[threading.Event] = set()
+        self._lock = threading.RLock()
+        self._sleepers: set[SimpleQueue[None]] = set()
 
     def __bool__(self) -> bool:
         return bool(self.word[0])
@@ -31,24 +33,31 @@ class Hurry:
         with self._lock:
             self.word[0] += 1
             for sleeper in self._sleepers:
-                sleeper.set()
+                sleeper.put(None)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self.word[0] -= 1
 
-    @contextmanager
-    def or_complete(self, event: Event) -> Iterator[Callable[[float], bool]]:
-        """A wait of so many seconds for `event` to be complete or for anybody to be in a hurry; it
-        says whether either came."""
-        wakes = threading.Event()
+    def sleep_until(self, event: Event, wait: Callable[[Callable[[float], bool]], None]) -> None:
+        """Until `event` is complete, or anybody is in a hurry. `wait`: calls what it is given, a
+        wait of so many seconds, until that says True; it may raise."""
+        wakes: SimpleQueue[None] = SimpleQueue()
         with self._lock:
             self._sleepers.add(wakes)
             if self:
-                wakes.set()
+                wakes.put(None)
         try:
-            event.on_complete(wakes.set)
-            yield wakes.wait
+            event.on_complete(partial(wakes.put, None))
+            wait(partial(_is_there, wakes))
         finally:
             with self._lock:
                 self._sleepers.discard(wakes)
+
+
+def _is_there(wakes: SimpleQueue[None], seconds: float) -> bool:
+    try:
+        wakes.get(timeout=seconds)
+    except Empty:
+        return False
+    return True

@@ -47,6 +47,6 @@ def write_json(report: object, path: Path) -> None:
 def _no_output(path: Path, reason: str) -> InputError:
     return InputError(
         f"the report cannot be written: {reason}",
-        remedy="give --json a file that you may write, or - for stdout",
+        remedy="give a file that you may write; --json takes - for stdout as well",
         where=Where(path),
     )

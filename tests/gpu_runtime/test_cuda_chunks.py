@@ -185,7 +185,7 @@ def test_calls_are_those_that_python_makes(
         pages, slots = int(rng.integers(1, 40)), int(rng.integers(40, 60))
         layers = int(rng.integers(1, 5))
         memories = [
-            adopt([torch.zeros((pages, size), dtype=torch.uint8)] * layers, page_axis=0)
+            adopt([*torch.zeros((layers, pages, size), dtype=torch.uint8)], page_axis=0)
             for size in rng.choice([16, 24, 80], 2)
         ]
         monkeypatch.setattr(cuda_copies, "ORDER_PAGES", int(rng.choice([1, 3, 2048])))

@@ -151,8 +151,7 @@ def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: b
     """As long as it waits."""
 
     def enqueue() -> None:
-        with device.hurry.or_complete(CpuEvent()) as wait:
-            assert wait(LONG_S)
+        device.hurry.sleep_until(CpuEvent(), device.await_unless_broken)
 
     device.h2d.enqueue(enqueue)
     event = device.h2d.record()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError, InputError, IntegrityError
 from kvstrata.gpu_runtime import AdoptedPools, CpuDevice, Timeline, adopt, transfer_interface
 from kvstrata.gpu_runtime.cpu import CpuEvent
-from kvstrata.gpu_runtime.device_pages import PageCopy
+from kvstrata.gpu_runtime.device_pages import PageCopy, PageLayout
 from kvstrata.gpu_runtime.testing import Gate
 
 PAGES, SLOTS, WAIT_S = 12, 10, 10.0
@@ -127,6 +130,39 @@ def test_pages_are_written_once_and_read_often(pools: AdoptedPools) -> None:
         pools.copy_in(twice, once)
 
 
+def test_what_is_wrong_is_named(pools: AdoptedPools) -> None:
+    ok = np.array([0, 1])
+    for pages, slots, key, text in (
+        ([0, PAGES], ok, "pages", f"pages of 'kv' name {PAGES}; there are 0 to {PAGES - 1}"),
+        (ok, [-1, 0], "slots", "slots of 'kv' name -1"),
+        ([0.5, 1.0], ok, "pages", "are float64, not integers"),
+        ([], [], "pages", r"have shape \(0,\)"),
+        ([[0], [1, 2]], ok, "pages", "are no array on the host"),
+        (ok, [3, 3], "slots", "name 3, which is written twice"),
+    ):
+        with pytest.raises(InputError, match=text) as caught:
+            copy_out(pools, pages, slots)
+        assert caught.value.where.key == key
+        assert caught.value.remedy
+    for names in ({"kv": ok, "vk": ok}, {"vk": ok}):
+        for pages, slots in ((names, {"kv": ok}), ({"kv": ok}, names)):
+            with pytest.raises(InputError, match="vk" if len(names) > 1 else "of pool 'kv'"):
+                pools.copy_in(pages, slots)
+    for groups in (True, 1.0, None):
+        with pytest.raises(InputError, match="groups"):
+            pools.copy_in({"kv": ok}, {"kv": ok}, groups=groups)  # type: ignore[arg-type]
+
+
+def test_a_group_that_is_not_there_is_refused(pools: AdoptedPools) -> None:
+    copy = pools.copy_in({"kv": np.arange(2)}, {"kv": np.arange(2)}, groups=3)
+    assert copy.wait(WAIT_S, group=2)
+    copy.join(-3)
+    for group in (3, -4, True, "last"):
+        for ask in (copy.done, copy.join, lambda group: copy.wait(WAIT_S, group)):
+            with pytest.raises(InputError, match="there is no group"):
+                ask(group)  # type: ignore[operator]
+
+
 # ── host pages, pools ────────────────────────────────────────────────────────────────────────────
 
 
@@ -143,8 +179,11 @@ def test_host_pages_that_cannot_be_used_are_refused(device: Device) -> None:
         ("kv", good[:, :95], None),
         ("kv", good[0], None),
         ("kv", fixed, None),
+        ("kv", torch.from_numpy(good), None),
+        ("kv", [[1]], None),
         ("kv", good, 0),
         ("kv", good, -1),
+        ("kv", good, 2.5),
     ):
         with pytest.raises(ConfigError):
             pools.pin(name, memory, chunk_pages)
@@ -164,7 +203,7 @@ def test_host_pages_that_cannot_be_used_are_refused(device: Device) -> None:
     assert pools.copy_out(numbers, numbers).wait(WAIT_S)
 
 
-@pytest.mark.parametrize("wrong", ["elsewhere", "none", "cannot prepare"])
+@pytest.mark.parametrize("wrong", ["elsewhere", "none", "no pool", "shared", "cannot prepare"])
 def test_a_device_that_was_taken_over_is_closed_when_it_cannot_be_used(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,9 +217,53 @@ def test_a_device_that_was_taken_over_is_closed_when_it_cannot_be_used(
     memory = adopt(layers(), page_axis=0)
     if wrong == "elsewhere":
         memory.tensors = tuple(made)
+    pools: dict[str, Any] = {
+        "none": {}, "no pool": {"kv": layers()[0]}, "shared": {"kv": memory, "again": memory}
+    }.get(wrong, {"kv": memory})  # fmt: skip
     with pytest.raises(ConfigError):
-        AdoptedPools({} if wrong == "none" else {"kv": memory}, device)
+        AdoptedPools(pools, device)
     assert not device.compute._thread.is_alive()
+
+
+def test_memory_is_adopted_once() -> None:
+    tensor = torch.zeros(2, PAGES, 32)
+    with pytest.raises(ConfigError, match=r"adopt\(\[tensor\]"):
+        adopt(tensor, page_axis=1)  # type: ignore[arg-type]
+    for tensors in ([tensor, tensor], [tensor[:, :6], tensor[:, 5:11]]):
+        with pytest.raises(ConfigError, match="share memory"):
+            adopt(tensors, page_axis=1)
+    mixed = torch.zeros(PAGES, 3, 32)  # layers within a page
+    assert adopt([mixed[:, i] for i in range(3)], page_axis=0).layout.pieces == 3
+
+
+@given(seed=st.integers(0, 9999))
+def test_pages_meet_where_bytes_are_shared(seed: int) -> None:
+    """Layouts of one step exactly, as bytes counted one by one; others at least then."""
+    rng = np.random.default_rng(seed)
+    step = int(rng.integers(4, 12))
+
+    def layout() -> PageLayout:
+        other = step if rng.integers(4) else int(rng.integers(4, 12))
+        return PageLayout(
+            rng.integers(0, 60, int(rng.integers(1, 4))).astype(np.int64),
+            other,
+            int(rng.integers(1, other + 1)),
+            int(rng.integers(1, 6)),
+        )
+
+    def taken(one: PageLayout) -> list[set[int]]:
+        starts = [[at + p * one.page_stride for p in range(one.pages)] for at in one.starts]
+        return [{at + i for at in piece for i in range(one.piece_bytes)} for piece in starts]
+
+    one, other = layout(), layout()
+    shares = bool(set().union(*taken(one)) & set().union(*taken(other)))
+    if one.page_stride == other.page_stride and min(one.pages, other.pages) > 1:
+        assert one.shares_bytes(other) == other.shares_bytes(one) == shares
+    else:
+        assert one.shares_bytes(other) >= shares
+        assert one.shares_bytes(other) == other.shares_bytes(one)
+    if one.pages > 1:
+        assert one.shares_bytes() == any(a & b for a, b in itertools.combinations(taken(one), 2))
 
 
 def test_pages_that_overlap_are_not_adopted() -> None:

@@ -50,6 +50,14 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "transfer", option, str(tmp_path / "none" / "x.svg")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+
+
 def test_what_transfers_cost_is_of_the_time_alone() -> None:
     """Work of 0.1 s beside 4 GiB that cost it 1.25 ms each takes 0.105 s: 5 % longer."""
     assert loss_percent(1.25, 4 / 0.105) == pytest.approx(5.0)

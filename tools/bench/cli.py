@@ -11,10 +11,22 @@ from rich.table import Table
 
 from kvstrata.errors import InputError, Where
 from kvstrata.tools.bench.control import ControlReport, run
-from kvstrata.tools.cli_output import write_json
+from kvstrata.tools.cli_output import check_output, write_json
 from kvstrata.units import parse_size
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+def _checked(path: Path | None) -> Path | None:
+    """Before the work, not after it."""
+    if path is not None:
+        check_output(path)
+    return path
+
+
+JsonOption = Annotated[
+    Path | None, typer.Option(help="Write the figures there, too.", callback=_checked)
+]
 
 
 @app.callback()
@@ -27,7 +39,7 @@ def control(
     trace: Annotated[Path, typer.Option(help="Requests, in Mooncake's JSONL format.")],
     requests: Annotated[int, typer.Option(help="How many of them.")] = 2000,
     page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
+    json: JsonOption = None,
 ) -> None:
     """What a request costs in the control plane: digests, prefix match, insert."""
     report = run(trace, requests, page_tokens)
@@ -46,8 +58,10 @@ def transfer(
     huge_pages: Annotated[
         bool, typer.Option("--huge-pages", help="Host pages in reserved pages of 2 MiB.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them there, as SVG or PNG.")] = None,
+    json: JsonOption = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw them there, as SVG or PNG.", callback=_checked)
+    ] = None,
 ) -> None:
     """Copies between GPU and host: beside their limit, the peers' kernels, and a model."""
     from kvstrata.tools.bench import transfer as bench  # torch is slow to import
@@ -79,7 +93,7 @@ def storage(
     size: Annotated[
         str, typer.Option(help="Payload of a round and page size: several jobs of 128 MiB.")
     ] = "512MiB",
-    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
+    json: JsonOption = None,
 ) -> None:
     """A storage backend behind its worker, beside the raw client, on a store of its own."""
     from kvstrata.tools.bench import storage as bench
@@ -97,7 +111,7 @@ def worker(
     page_size: Annotated[str, typer.Option(help="Payload of a page.")] = "64KiB",
     batches: Annotated[int, typer.Option(min=1, help="For the overhead.")] = 100,
     rounds: Annotated[int, typer.Option(min=4, help="Loads beside each neighbour.")] = 2000,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there, too.")] = None,
+    json: JsonOption = None,
 ) -> None:
     """What a storage worker adds to a page, and what bad neighbours cost a healthy one."""
     from kvstrata.tools.bench import worker as bench
