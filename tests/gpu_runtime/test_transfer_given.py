@@ -320,6 +320,21 @@ def test_copies_come_behind_a_fence(
     assert copy.wait(WAIT_S)
 
 
+def test_memory_goes_when_a_later_close_has_ended_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    stranded: list[object] = []
+    monkeypatch.setattr(transfer_interface, "STRANDED", stranded)
+    device = Device()
+    device.gate.shut()
+    pools = AdoptedPools({"kv": adopt(layers(), page_axis=0)}, device)
+    pools.pin("kv", host())
+    copy_out(pools, [1], [1])
+    assert [pools.close(0.0), pools.close(0.0)] == [False, False]
+    assert stranded == [pools]
+    device.gate.open()
+    assert pools.close(WAIT_S)
+    assert not stranded
+
+
 def test_memory_of_a_copy_that_outlives_close_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may drop everything: pools and host pages may still be written."""
     monkeypatch.setattr(transfer_interface, "STRANDED", [])
