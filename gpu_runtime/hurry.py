@@ -17,7 +17,7 @@ class Hurry:
 
     Copies are enqueued while they move, as what waits on the GPU slows launches there. Who needs
     one to be enqueued is in a hurry, by `with`, as long as it waits: meanwhile the GPU waits. (A
-    KeyboardInterrupt just as the wait begins or ends may leave the device in a hurry for good.)
+    KeyboardInterrupt just as the wait ends may leave the device in a hurry for good.)
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,12 @@ class Hurry:
     def __enter__(self) -> None:
         with self._lock:
             self.word[0] += 1
-            for sleeper in self._sleepers:
-                sleeper.put(None)
+            try:
+                for sleeper in list(self._sleepers):
+                    sleeper.put(None)
+            except BaseException:  # of a signal's handler
+                self.word[0] -= 1
+                raise
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -50,9 +54,8 @@ class Hurry:
         try:
             event.on_complete(partial(wakes.put, None))
             wait(partial(_is_there, wakes))
-        finally:
-            with self._lock:
-                self._sleepers.discard(wakes)
+        finally:  # without the lock: whoever holds it may be closing this thread's stream
+            self._sleepers.discard(wakes)
 
 
 def _is_there(wakes: SimpleQueue[None], seconds: float) -> bool:

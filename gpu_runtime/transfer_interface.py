@@ -79,10 +79,10 @@ class Transfer:
 
     def join(self, group: int = -1) -> None:
         """Let the engine's stream (torch's current one) wait for the group, not the host; the host
-        waits only until the copy is enqueued. With what is before it, that is at once up to
-        `copy_queue.MOST_BYTES`; of more, when the rest has moved, so what that is fenced behind
-        must be able to end. What runs there next finds the bytes. Raises IntegrityError when the
-        device broke before."""
+        waits only until the copy is enqueued. With what is before it, that is at once up to MOST
+        slices of MOST_BYTES in all (`copy_queue`; a group is a slice at least); of more, when the
+        rest has moved, so what that is fenced behind must be able to end. What runs there next
+        finds the bytes. Raises IntegrityError when the device broke before."""
         self._device.join(self._event(group))
 
     def on_complete(self, callback: Callable[[], None]) -> None:
@@ -144,7 +144,8 @@ class TransferInterface(Protocol):
         """Host pages, or those of `chunks`, into device pages; with `groups` the pieces come in so
         many groups, in the order in which the pool was adopted, so that a model may begin before
         the last are there. Where `groups` divides the layers, and the pool was adopted layer by
-        layer, group i brings the layers before (i + 1) · layers / groups. InputError as above."""
+        layer, group i brings the layers before (i + 1) · layers / groups. Copies into the device
+        go in the order of the calls. InputError as above."""
         ...
 
     def close(self, deadline_s: float) -> bool:

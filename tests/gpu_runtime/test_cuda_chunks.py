@@ -39,6 +39,8 @@ class World:
         """The kind of call that was."""
         self.orders: dict[int, Any] = {}
         """By graph: the order that its kernel reads."""
+        self.pinned: dict[int, Any] = {}
+        """By address: the order that a copy brings."""
         self.handles: Iterator[int] = itertools.count(1000)
         self.hurry = Hurry()
         self.hurries: list[bool] = []
@@ -67,7 +69,9 @@ class World:
 
     def copy_batch(self, targets: Any, sources: Any, nbytes: Any, stream: int) -> int:
         numbers = tuple(tuple(int(n) for n in array) for array in (targets, sources, nbytes))
-        return self.call("copy", stream, *numbers)
+        orders = [self.pinned[at][:n // 8].tolist() for at, n in zip(*numbers[1:], strict=True)
+                  if at in self.pinned]  # fmt: skip
+        return self.call("copy", stream, *numbers, orders)
 
     def addresses(self, *, tells_failed: bool) -> Any:
         """As `cuda_driver.addresses` has them."""
@@ -153,6 +157,7 @@ def made(world: World, memories: list[Any], *, out: bool, chunk_bytes: int) -> C
         copies.prepare(memory)
     for step in copies._steps:
         world.orders |= dict.fromkeys(step.graphs, step.numbers)
+        world.pinned[step.pinned.data_ptr()] = step.numbers
     world.handles = itertools.repeat(1)  # of an event that a failure makes
     return copies
 

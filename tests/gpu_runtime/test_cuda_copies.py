@@ -253,8 +253,11 @@ def capture(
             return self.name
 
     fake_torch.cuda.CUDAGraph = Graph
+    captured: list[str] = []
+    fake_torch.captured = captured
     for name in ("fetch_order", "move_pieces"):
-        monkeypatch.setattr(cuda_copies, name, lambda *_, **__: None, raising=False)
+        note = lambda *_, name=name, **__: captured.append(name)  # noqa: E731
+        monkeypatch.setattr(cuda_copies, name, note, raising=False)
     monkeypatch.setattr(cuda_copies, "HAS_TRITON", True)
     return lambda name: now.__setitem__(0, name)
 
@@ -311,6 +314,17 @@ def run_order(copies: CudaCopies, number: int, _: object) -> None:
             in_chunk = step.address + (at + place * page_words) * word + j * layout.piece_bytes
             target, source = (in_chunk, in_pool) if copies._out else (in_pool, in_chunk)
             ctypes.memmove(target, source, layout.piece_bytes)
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_orders_are_fetched_where_no_copy_brings_them(
+    driver: Any, capture: Callable[[str], None], fake_torch: Any, out: bool
+) -> None:
+    capture("kernel")
+    driver.instantiate = count_from(0)
+    made(out=out).prepare(pool(np.random.default_rng(1), 2, 8, 64)[0])
+    kernels = ["fetch_order"] * out + ["move_pieces"]
+    assert fake_torch.captured == kernels * (1 + cuda_copies.RING)
 
 
 def test_a_capture_that_fails_leaves_nothing(driver: Any, capture: Callable[[str], None]) -> None:

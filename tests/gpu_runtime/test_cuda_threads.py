@@ -91,8 +91,13 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
         set_stream=lambda stream: None,
     )  # fmt: skip
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=gpu, device=torch.device, zeros=fail))
-    copies = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(cuda, "CudaCopies", lambda *args, **more: copies)
+    copies, hurries = SimpleNamespace(close=lambda: None), list[object]()
+
+    def make_copies(*_: Any, hurry: object, **__: Any) -> Any:
+        hurries.append(hurry)
+        return copies
+
+    monkeypatch.setattr(cuda, "CudaCopies", make_copies)
     monkeypatch.setattr(cuda, "ReusedEvent", InstantEvent)
     left_alone: list[int] = []
     leave = lambda: left_alone.append(threading.get_ident())  # noqa: E731
@@ -100,6 +105,7 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
     monkeypatch.setattr(InstantEvent, "now_ms", 0.0)
     device = cuda.CudaDevice(Timeline())
     assert made == [0, -1, -1], "kernels of copies do not wait for a model's"
+    assert hurries == [device.hurry] * 2
     yield device
     device.close(LONG_S)
     streams = (device.compute, device.h2d, device.d2h)
@@ -161,9 +167,35 @@ def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: b
         device.compute.wait_event(event)
         assert device.compute.record().wait(LONG_S)
     assert not device.hurry
-    with device.hurry, device.hurry:
+    with device.hurry:
+        with device.hurry:
+            pass
         assert device.hurry
     assert not device.hurry
+    device.hurry = None  # nobody is, who need not wait
+    device.await_recorded(event)
+
+
+def test_who_sleeps_hears_of_a_device_that_broke(device: Any) -> None:
+    """Within LOOK_S: nobody wakes it."""
+    event = device.compute.new_event()
+    device.h2d.wait_event(event)
+    device.fault = MemoryError("planted")
+    device.h2d._thread.join(LONG_S)
+    assert not device.h2d._thread.is_alive()
+    assert not device.hurry._sleepers
+
+
+def test_a_hurry_that_is_interrupted_is_none(device: Any) -> None:
+    class Interrupted:
+        def put(self, _: None) -> None:
+            raise KeyboardInterrupt
+
+    device.hurry._sleepers.add(Interrupted())
+    with pytest.raises(KeyboardInterrupt), device.hurry:
+        pass
+    assert not device.hurry
+    device.hurry._sleepers.clear()
 
 
 @pytest.mark.parametrize("in_a_hurry", [True, False])

@@ -20,6 +20,7 @@ from kvstrata.boundary import (
 )
 from kvstrata.errors import CapacityError, IntegrityError, PlanError, StaleHandleError
 from kvstrata.gpu_runtime import LocalGPURuntime
+from kvstrata.gpu_runtime.copy_queue import CopyPriority
 from kvstrata.gpu_runtime.events import EventQueue, OpenActions
 from kvstrata.gpu_runtime.move import Move
 from kvstrata.gpu_runtime.rows import RowTable
@@ -226,6 +227,24 @@ def test_a_long_queue_of_loads_ends_in_a_loop(bench: Bench) -> None:
 
 
 # ── ids ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_batch_waits_for_goes_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, seen = bench(), list[CopyPriority]()
+    assert isinstance(rig.runtime, LocalGPURuntime)
+    queues = rig.runtime._batches.copies.queues
+    real = queues.add
+
+    def add(copies: Any, priority: CopyPriority, *args: Any, **more: Any) -> Any:
+        seen.append(priority)
+        return real(copies, priority, *args, **more)
+
+    monkeypatch.setattr(queues, "add", add)
+    prompt = rig.prompt(12)
+    copies = rig.in_l2(prompt)
+    assert isinstance(rig.driver.do(rig.driver.restore(copies)), Restored)
+    rig.ask(prompt.more([7]), restore=copies)
+    assert seen == [CopyPriority.WRITE_BACK, CopyPriority.PREFETCH, CopyPriority.RESTORE]
 
 
 def test_a_message_with_an_id_twice_does_nothing(bench: Bench) -> None:

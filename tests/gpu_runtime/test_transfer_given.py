@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError, InputError, IntegrityError
 from kvstrata.gpu_runtime import AdoptedPools, CpuDevice, Timeline, adopt, transfer_interface
+from kvstrata.gpu_runtime.copy_queue import CopyPriority
 from kvstrata.gpu_runtime.cpu import CpuEvent
 from kvstrata.gpu_runtime.device_pages import PageCopy, PageLayout
 from kvstrata.gpu_runtime.testing import Gate
@@ -318,6 +319,23 @@ def test_copies_come_behind_a_fence(
     assert not device.copies
     event.complete()
     assert copy.wait(WAIT_S)
+
+
+def test_copies_in_go_before_those_of_less_hurry(
+    pools: AdoptedPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody waits for what comes in, as a rule, and for nothing that goes out."""
+    numbers, seen = {"kv": np.arange(2)}, list[CopyPriority]()
+    real = pools._queues.add
+
+    def add(copies: Any, priority: CopyPriority, *args: Any, **more: Any) -> Any:
+        seen.append(priority)
+        return real(copies, priority, *args, **more)
+
+    monkeypatch.setattr(pools._queues, "add", add)
+    assert pools.copy_in(numbers, numbers).wait(WAIT_S)
+    assert pools.copy_out(numbers, numbers).wait(WAIT_S)
+    assert seen == [CopyPriority.RESTORE, CopyPriority.WRITE_BACK]
 
 
 def test_memory_goes_when_a_later_close_has_ended_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def run(
         _rates(report, case, methods, repeats)
         note(f"{geometry.label}: beside a model")
         works = {COMPUTE: model.compute_bound, DECODE: model.decode_like}
-        del methods[AT_ONCE]  # to the model they are the same
+        del methods[AT_ONCE]  # this work is enqueued before it starts: no launches to slow
         if geometry is not first:
             methods = {name: methods[name] for name in ("contiguous", "kvstrata")}
         else:
