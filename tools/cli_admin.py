@@ -28,7 +28,7 @@ from kvstrata.tools.admin import (
     ask,
 )
 from kvstrata.tools.cli_options import ConfigOption, JsonOption, SetOption
-from kvstrata.tools.cli_output import check_output, table_console, write_json
+from kvstrata.tools.cli_output import table_console, write_json
 from kvstrata.units import format_size
 
 STATUS_DEADLINE_S = 30.0
@@ -42,8 +42,6 @@ MAX_DRAIN_S = 3600.0
 
 def status(config: ConfigOption, json: JsonOption = None, set_: SetOption = None) -> None:
     """Show what a process that serves has as L3: health, queue, counters by outcome, times."""
-    if json is not None:
-        check_output(json)
     answer = _ask(config, set_, AskStatus(), STATUS_DEADLINE_S)
     assert isinstance(answer, Status)
     _print(answer, table_console(json))

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvstrata.configs import load_config
 from kvstrata.tools.cli_options import JsonOption, SetOption
-from kvstrata.tools.cli_output import check_output, table_console, write_json
+from kvstrata.tools.cli_output import table_console, write_json
 from kvstrata.tools.doctor import (
     Check,
     DoctorReport,
@@ -43,8 +43,6 @@ def doctor(
     works; 1: something does not (`fail`); 2: wrong use.
     """
     settings = None if config is None else load_config(config, set_ or ())
-    if json is not None:
-        check_output(json)
     machine = Machine()
     checks: list[Check] = []
     with Console(stderr=True).status("looking"):

@@ -17,7 +17,7 @@ from kvstrata.configs import Config, load_config
 from kvstrata.errors import InputError, Where
 from kvstrata.tools.catalog import Catalog
 from kvstrata.tools.cli_options import JsonOption, NamespaceOption, SetOption, namespaces_of
-from kvstrata.tools.cli_output import check_output, table_console, write_json
+from kvstrata.tools.cli_output import table_console, write_json
 from kvstrata.tools.cli_progress import page_progress
 from kvstrata.tools.inspect_store import (
     Bucket,
@@ -62,8 +62,6 @@ def inspect(
     Reads headers only, changes nothing, and runs beside a server. A frame that is a file needs no
     --config. Exit code 1 when the one frame is not what it should be; 2: wrong use.
     """
-    if json is not None:
-        check_output(json)
     settings = None if config is None else load_config(config, set_ or ())
     if frame is not None and Path(frame).is_file():
         report = decode_frame(read_file(Path(frame)), frame, _name_of(Path(frame)), settings)

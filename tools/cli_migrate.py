@@ -26,7 +26,7 @@ from kvstrata.tools.cli_options import (
     namespaces_of,
     size_bytes,
 )
-from kvstrata.tools.cli_output import check_output, table_console, write_json
+from kvstrata.tools.cli_output import table_console, write_json
 from kvstrata.tools.cli_progress import page_progress
 from kvstrata.tools.migrate import MigrateSettings, Migration
 from kvstrata.tools.migrate_journal import Journal, Selection
@@ -90,8 +90,6 @@ def migrate(
         duration_s(older_than, "--older-than"),
     )
     how = MigrateSettings(move, read_back or move, may_evict, size_bytes(rate, "--rate"), threads)
-    if json is not None:
-        check_output(json)
     place = journal or Path("var") / f"migrate-{from_}-{to}.journal"
     progress_console = Console(stderr=True)
     stores = [store_identity(settings, name) for name in (from_, to)]

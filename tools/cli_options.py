@@ -11,6 +11,7 @@ import typer
 from kvstrata.boundary import KEY_BYTES
 from kvstrata.configs import Config
 from kvstrata.errors import InputError, Where
+from kvstrata.tools.cli_output import check_output
 from kvstrata.tools.stores import namespace_names
 from kvstrata.units import parse_size
 
@@ -21,7 +22,9 @@ SetOption = Annotated[
 JsonOption = Annotated[
     Path | None,
     typer.Option(
-        "--json", help="Write the report to this file; - : to stdout, and the table to stderr."
+        "--json",
+        help="Write the report to this file; - : to stdout, and the table to stderr.",
+        callback=check_output,
     ),
 ]
 NamespaceOption = Annotated[

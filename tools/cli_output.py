@@ -19,10 +19,11 @@ def table_console(json: Path | None) -> Console:
     return Console(stderr=json == STDOUT)
 
 
-def check_output(path: Path) -> None:
-    """Raise InputError now and not after the work."""
-    if path == STDOUT:
-        return
+def check_output(path: Path | None) -> Path | None:
+    """The callback of an option that names a file to write: raises InputError now and not after the
+    work. Returns what it is given."""
+    if path is None or path == STDOUT:
+        return path
     folder = path.absolute().parent
     if path.is_dir():
         raise _no_output(path, "this is a directory")
@@ -30,6 +31,7 @@ def check_output(path: Path) -> None:
         raise _no_output(path, f"there is no directory {folder}")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise _no_output(path, "permission denied")
+    return path
 
 
 def write_json(report: object, path: Path) -> None:

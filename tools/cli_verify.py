@@ -27,7 +27,7 @@ from kvstrata.tools.cli_options import (
     namespaces_of,
     size_bytes,
 )
-from kvstrata.tools.cli_output import check_output, table_console, write_json
+from kvstrata.tools.cli_output import table_console, write_json
 from kvstrata.tools.cli_progress import page_progress
 from kvstrata.tools.migrate_copy import RateLimit
 from kvstrata.tools.replay_control import interruptible
@@ -77,8 +77,6 @@ def verify(
         )
     prefixes = namespaces_of(settings, namespace)
     bytes_per_s = size_bytes(rate, "--rate")
-    if json is not None:
-        check_output(json)
     root = root_of(settings, name)
     whole = settings.namespace().fingerprint()
     sizes = {component_fingerprint(whole, c.name): c.page_bytes for c in settings.components}

@@ -25,7 +25,8 @@ from kvstrata.gpu_runtime.sampling import SamplingParams
 from kvstrata.gpu_runtime.transformers_runner import TransformersRunner
 from kvstrata.handles import Tier
 from kvstrata.tiers import Namespace, RequestResult, RequestState
-from kvstrata.tools.cli_output import write_json
+from kvstrata.tools.cli_options import JsonOption, SetOption
+from kvstrata.tools.cli_output import STDOUT, write_json
 from kvstrata.tools.engine import Engine, open_engine
 from kvstrata.tools.generate_model import Subject, fit_config, load_subject
 from kvstrata.tools.replay_report import HitTokens
@@ -242,10 +243,8 @@ def generate(
         str,
         typer.Option(help="Then change to the weights of this model, and run the prompts again."),
     ] = "",
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")
-    ] = None,
+    json: JsonOption = None,
+    set_: SetOption = None,
 ) -> None:
     """Continue prompts with a model, and say what was restored from where.
 
@@ -273,7 +272,7 @@ def generate(
         draft_tokens=draft,
         then=load_subject(then) if then else None,
     )
-    print_report(report, subject.has_text, Console(highlight=False))
+    print_report(report, subject.has_text, Console(highlight=False, stderr=json == STDOUT))
     if json is not None:
         write_json(report, json)
     if any(answer.error for answer in report.answers):

@@ -23,7 +23,8 @@ from kvstrata.errors import CapacityError, InputError, Where
 from kvstrata.gpu_runtime import OracleRunner
 from kvstrata.handles import Tier
 from kvstrata.tiers import RequestResult, RequestState
-from kvstrata.tools.cli_output import STDOUT, check_output, write_json
+from kvstrata.tools.cli_options import JsonOption, SetOption
+from kvstrata.tools.cli_output import STDOUT, write_json
 from kvstrata.tools.engine import ABORT_DEADLINE_S, Engine, open_engine
 from kvstrata.tools.replay_control import Interruption, OnResult, interruptible, progress
 from kvstrata.tools.replay_report import ReplayReport, RunInfo, build_report, print_report
@@ -185,13 +186,8 @@ def replay(
     decode: Annotated[
         Decode, typer.Option(help="none: prefill and one token; real: the trace's output length.")
     ] = Decode.NONE,
-    json: Annotated[
-        Path | None,
-        typer.Option(help="Write the report to this file; - : to stdout, and the table to stderr."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")
-    ] = None,
+    json: JsonOption = None,
+    set_: SetOption = None,
 ) -> None:
     """Replay a trace through L1, L2 and L3, and check every restored byte.
 
@@ -202,8 +198,6 @@ def replay(
     if page_tokens is not None:
         overrides.append(f"pools.page_tokens={page_tokens}")
     settings = load_config(config, overrides)
-    if json is not None:
-        check_output(json)
     console = Console(stderr=True)
     with interruptible() as stop, progress(console) as on_result:
         report = run_replay(

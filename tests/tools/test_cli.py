@@ -272,3 +272,14 @@ def test_bugs_are_not_hidden() -> None:
 
     with pytest.raises(IntegrityError):
         cli.guarded(fails)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["replay --trace x", "generate --model x", "bench worker", "bench control --trace x"],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command.split(), "--json", str(tmp_path / "none" / "x.json")]) == 2
+    assert "the report cannot be written: there is no directory" in capsys.readouterr().err

@@ -17,15 +17,8 @@ from kvstrata.units import parse_size
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
-def _checked(path: Path | None) -> Path | None:
-    """Before the work, not after it."""
-    if path is not None:
-        check_output(path)
-    return path
-
-
 JsonOption = Annotated[
-    Path | None, typer.Option(help="Write the figures there, too.", callback=_checked)
+    Path | None, typer.Option(help="Write the figures there, too.", callback=check_output)
 ]
 
 
@@ -60,7 +53,7 @@ def transfer(
     ] = False,
     json: JsonOption = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw them there, as SVG or PNG.", callback=_checked)
+        Path | None, typer.Option(help="Draw them there, as SVG or PNG.", callback=check_output)
     ] = None,
 ) -> None:
     """Copies between GPU and host: beside their limit, the peers' kernels, and a model."""
