@@ -123,7 +123,7 @@ class CudaStream(CpuStream):
         assert isinstance(event, CudaEvent), "events of one device only"
         if self._copies:
             self._device.hurry.sleep_until(event, self._device.await_unless_broken)
-        self._device.await_recorded(event)  # a fence is, and what is complete
+        self._device.await_recorded(event)
         for stream in (self.cuda, *self.followers):
             stream.wait_event(event.cuda)
         self._after.append(event)

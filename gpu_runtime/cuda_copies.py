@@ -230,8 +230,9 @@ class CudaCopies:
         for at, end in pairwise(borders):
             before = self._steps[self._turn - 2]  # the last one with this chunk
             step, some = self._next_step(), copy.some(slice(at, end))
-            first, last = np.searchsorted(places, (at, end))
-            runs = np.array([step.address + (places - at) * nbytes, here, lengths])[:, first:last]
+            now = slice(*np.searchsorted(places, (at, end)))
+            there = step.address + (places[now] - at) * nbytes
+            runs = np.array([there, here[now], lengths[now]])
             order = step.write_order(some, page_bytes=nbytes)
             if self._out:
                 self._come_behind(before.bussed, (end - at) * nbytes)

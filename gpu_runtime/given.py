@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -62,17 +62,15 @@ def check_host(
             remedy=f"pin each of {sorted(pools)} once",
             where=where,
         )
-    least, word = pools[name].page_bytes, pools[name].layout.word_bytes
-    found = type(host).__name__
-    if isinstance(host, np.ndarray):
-        found = f"{host.dtype} {host.shape}"
-        shaped = host.dtype == np.uint8 and host.ndim == 2 and 0 not in host.shape
-        if shaped and host.flags.c_contiguous and host.flags.writeable:
-            found = "" if host.shape[1] >= least and host.shape[1] % word == 0 else found
-    if found:
+    memory = pools[name]
+    if not isinstance(host, np.ndarray) or not _can_be_pinned(host, memory):
+        found = (
+            f"{host.dtype} {host.shape}" if isinstance(host, np.ndarray) else type(host).__name__
+        )
         raise ConfigError(
             f"host pages of {name!r} must be a contiguous and writable numpy array uint8 "
-            f"[pages, stride], stride at least {least} and a multiple of {word}, not {found}",
+            f"[pages, stride], stride at least {memory.page_bytes} and a multiple of "
+            f"{memory.layout.word_bytes}, not {found}",
             remedy="allocate them with a stride of a page's bytes, rounded up to 4096; of a tensor "
             "on the host, give tensor.numpy()",
             where=where,
@@ -123,6 +121,7 @@ def check_pinned(pinned: Mapping[str, object], pools: Pools) -> None:
 
 def check_chunks(chunks: Mapping[str, object], pools: Pools) -> None:
     """Staging on the device, one of each pool. Raises InputError."""
+    check_names("chunks", chunks, pools)
     taken: list[tuple[int, int]] = []
     for name, memory in pools.items():
         chunk = chunks[name]
@@ -148,21 +147,12 @@ def check_chunks(chunks: Mapping[str, object], pools: Pools) -> None:
 def page_numbers(what: str, pool: str, given: object, limit: int, *, are_written: bool) -> Pages:
     """`given` as int64 of our own: of fewer bits, an address that is made of them overflows; and
     the engine may write into its own at once. Raises InputError."""
-    wrong, numbers = "", np.empty(0, np.int64)
     try:
         numbers = np.asarray(given)
     except (ValueError, TypeError, RuntimeError) as exc:  # of different lengths, or on a GPU
         wrong = f"are no array on the host: {exc}"
-    if not wrong and (numbers.ndim != 1 or not len(numbers)):
-        wrong = f"have shape {numbers.shape}, not one axis with one number at least"
-    elif not wrong and numbers.dtype.kind not in "iu":
-        wrong = f"are {numbers.dtype}, not integers"
-    elif not wrong and (numbers.min() < 0 or numbers.max() >= limit):
-        bad = numbers[(numbers < 0) | (numbers >= limit)][0]
-        wrong = f"name {bad}; there are 0 to {limit - 1}"
-    elif not wrong and are_written:
-        names, counts = np.unique(numbers, return_counts=True)
-        wrong = f"name {names[counts > 1][0]}, which is written twice" if counts.max() > 1 else ""
+    else:
+        wrong = _wrong_numbers(numbers, limit, are_written=are_written)
     if wrong:
         raise InputError(
             f"{what} of {pool!r} {wrong}",
@@ -185,6 +175,30 @@ def check_counts(name: str, pages: Pages, slots: Pages, groups: int, memory: Dev
 
 def is_whole(number: object) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _wrong_numbers(numbers: npt.NDArray[Any], limit: int, *, are_written: bool) -> str:
+    """ "" if nothing is."""
+    if numbers.ndim != 1 or not len(numbers):
+        return f"have shape {numbers.shape}, not one axis with one number at least"
+    if numbers.dtype.kind not in "iu":
+        return f"are {numbers.dtype}, not integers"
+    beyond = numbers[(numbers < 0) | (numbers >= limit)]
+    if len(beyond):
+        return f"name {beyond[0]}; there are 0 to {limit - 1}"
+    if are_written:
+        names, counts = np.unique(numbers, return_counts=True)
+        if counts.max() > 1:
+            return f"name {names[counts > 1][0]}, which is written twice"
+    return ""
+
+
+def _can_be_pinned(host: npt.NDArray[Any], memory: DevicePages) -> bool:
+    if host.dtype != np.uint8 or host.ndim != 2 or 0 in host.shape:
+        return False
+    stride = host.shape[1]
+    fits = stride >= memory.page_bytes and stride % memory.layout.word_bytes == 0
+    return fits and host.flags.c_contiguous and host.flags.writeable
 
 
 def _can_stage(chunk: torch.Tensor, memory: DevicePages) -> bool:

@@ -224,10 +224,8 @@ class AdoptedPools:
         out: bool,
     ) -> Transfer:
         self._check_open()
-        host = self._host if chunks is None else chunks
-        for what, given in (("pages", pages), ("slots", slots), ("chunks", host)):
-            if given is not self._host:
-                check_names(what, given, self._pools)
+        check_names("pages", pages, self._pools)
+        check_names("slots", slots, self._pools)
         if not is_whole(groups):
             raise InputError(
                 f"{groups!r} groups", remedy="give a whole number", where=Where(key="groups")
@@ -236,6 +234,7 @@ class AdoptedPools:
             check_pinned(self._host, self._pools)
         else:
             check_chunks(chunks, self._pools)
+        host = self._host if chunks is None else chunks
         numbers = {
             name: self._numbers(name, pages, slots, len(host[name]), groups, out=out)
             for name in self._pools
