@@ -36,7 +36,7 @@ def serve() -> None:
     # What the command imports only when it is called is imported before the first fork.
     local = Path(__file__).resolve().parents[2] / "configs/local.toml"
     with contextlib.redirect_stderr(io.StringIO()):
-        assert cli.main(["replay", "--config", str(local), "--json", "none/none.json"]) == 2
+        assert cli.main(["replay", "--config", str(local), "--trace", "none.jsonl"]) == 2
     gc.collect()
     gc.freeze()  # children share what they do not write to
     for line in sys.stdin:
