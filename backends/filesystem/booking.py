@@ -196,9 +196,14 @@ def evict(
     ledger: Ledger, files: FrameStore, need: Missing, kept: set[int]
 ) -> tuple[list[ObjectId], Missing]:
     """Remove leaves, the least recently used first, until `need` is met or none are left; which,
-    and what that freed."""
+    and what that freed.
+
+    What a batch announces stays until it is settled, also where another one has stored it: the
+    next page of the batch may be on its way to become its child, of which no row tells yet.
+    """
     gone: list[ObjectId] = []
     fingerprints: dict[int, bytes] = {}
+    coming = announced(ledger)
     bound = disk = 0
     for row in ledger.leaves():
         if bound >= need.bound and disk >= need.disk:
@@ -209,6 +214,8 @@ def evict(
         if namespace is None:
             namespace = fingerprints[row.ns] = ledger.fingerprint(row.ns)
         name = ObjectId(namespace, row.key)
+        if name in coming:
+            continue
         try:
             was_there = files.unlink(name)
         except OSError as error:

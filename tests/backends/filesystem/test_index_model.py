@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -66,6 +66,8 @@ class Model:
         self.nodes: dict[ObjectId, Node] = {}
         self.files: dict[ObjectId, tuple[NewPage, int]] = {}
         """Frames on disk, and when they were written."""
+        self.removed: set[ObjectId] = set()
+        """Frames that were taken away, by their name or from outside: a child may be there."""
         self.time = 0
 
     def tick(self) -> int:
@@ -115,8 +117,8 @@ class Model:
             self.vanish(name)
         return name in self.files
 
-    def evict(self, over: int, kept: set[ObjectId]) -> tuple[list[ObjectId], int]:
-        gone, freed = [], 0
+    def evict(self, over: int, kept: set[ObjectId]) -> int:
+        freed = 0
         while freed < over:
             leaves = [
                 (node.used, name.key, name)
@@ -129,34 +131,44 @@ class Model:
             freed += self.nodes[name].cost
             self.files.pop(name, None)
             self.vanish(name)
-            gone.append(name)
-        return gone, freed
+        return freed
+
+
+@dataclass
+class Batch:
+    """A write that has begun."""
+
+    reservation: Reservation
+    pages: list[NewPage]
+    """Those that have room."""
+    dies: bool
+    stored: list[bool] = field(default_factory=list)
+    """Of those that were published, or were there."""
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Up to three batches are open at once; a second owner may die with one of them."""
+    """Up to three batches are open at once, each somewhere between two pages; a second owner may
+    die with its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = tempfile.mkdtemp(prefix="kvstrata-index-")
         self.stack = contextlib.ExitStack()
-        self.stack.callback(shutil.rmtree, self.root)
-        self.files = FrameFiles(self.root)
-        self.stack.callback(self.files.close)
+        folder = tempfile.TemporaryDirectory(prefix="kvstrata-index-")
+        self.root = self.stack.enter_context(folder)
+        self.files = self.stack.enter_context(contextlib.closing(FrameFiles(self.root)))
         self.model = Model()
-        self.open: list[tuple[Reservation, list[NewPage], bool]] = []
+        self.open: list[Batch] = []
         self.inflight = 0
         self.database: Database | None = None
 
     def teardown(self) -> None:
-        assert self.database is not None
-        self.database.close()
         self.stack.close()
 
     @initialize()
     def connect(self) -> None:
         fd, files = self.files.root_fd, self.files
         self.database = Database(self.root, fd, lambda: not files.namespaces(), lambda: None)
+        self.stack.callback(self.database.close)
         self.database.open()
         self.index = StoreIndex(self.database, "alive", files)
         self.other = StoreIndex(self.database, "dies", files)
@@ -166,12 +178,20 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.open) < 3)
     @rule(
         chain=st.sampled_from(CHAINS),
-        start=st.integers(0, 5),
+        start=st.sampled_from([0, 0, 0, 1, 2, 4]),
         blocks=st.lists(st.integers(1, 3), min_size=1, max_size=5),
         dies=st.booleans(),
     )
     def reserve(self, chain: str, start: int, blocks: list[int], dies: bool) -> None:
-        pages = [page_of(chain, start + i, size) for i, size in enumerate(blocks)]
+        self.begin([page_of(chain, start + i, size) for i, size in enumerate(blocks)], dies)
+
+    @precondition(lambda self: 0 < len(self.open) < 3)
+    @rule(which=st.integers(0, 1), count=st.integers(1, 5), dies=st.booleans())
+    def reserve_the_same(self, which: int, count: int, dies: bool) -> None:
+        """Another process stores the same request."""
+        self.begin(self.open[which % len(self.open)].pages[:count], dies)
+
+    def begin(self, pages: list[NewPage], dies: bool) -> None:
         index = self.other if dies else self.index
         reservation = index.reserve(pages, Limits(LIMIT))
         index.flush()  # what existed counts as used now, not when this index runs again
@@ -179,7 +199,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert reservation.outcomes == expected
         assert [entry.object for entry in reservation.entries] == [p.object for p in taken]
         if taken:
-            self.open.append((reservation, taken, dies))
+            self.open.append(Batch(reservation, taken, dies))
 
     def expect_reserve(self, pages: list[NewPage]) -> tuple[list[Outcome], list[NewPage]]:
         model, kept = self.model, set[ObjectId]()
@@ -189,8 +209,8 @@ class IndexMachine(RuleBasedStateMachine):
         new = [page for page in pages if judged[page.object] is Outcome.STORED]
         need = sum(page.cost for page in new)
         missing = model.used + self.inflight + need - LIMIT if new else 0
-        if missing > 0:
-            missing -= model.evict(missing, kept)[1]
+        coming = {page.object for batch in self.open for page in batch.pages}
+        missing -= model.evict(missing, kept | coming)
         taken = self.cut(new, need - max(missing, 0), judged)
         for page, pinned in self.outer_parents(taken):
             model.node(pinned, page.depth - 1).pins += 1
@@ -202,8 +222,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def judge(self, page: NewPage, judged: dict[ObjectId, Outcome], kept: set[ObjectId]) -> Outcome:
         model = self.model
-        known = page.object in model.nodes and model.nodes[page.object].present
-        if known and model.heal(page.object):
+        node = model.nodes.get(page.object)
+        if node is not None and node.present and model.heal(page.object):
             kept.add(page.object)
             return Outcome.EXISTS
         if page.parent is None:
@@ -231,27 +251,31 @@ class IndexMachine(RuleBasedStateMachine):
         return [(p, p.parent) for p in pages if p.parent is not None and p.parent not in own]
 
     @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, 2), published=st.integers(0, 5))
-    def settle(self, which: int, published: int) -> None:
-        """The first few pages of a batch get their names, then it ends, or its owner dies."""
-        reservation, pages, dies = self.open.pop(which % len(self.open))
-        stored = []
-        for i, page in enumerate(pages):
-            stored.append(i < published and self.publish(page))
-        if dies:
-            stored = [page.object in self.model.files for page in pages]
-            others = [entry for entry in self.open if entry[2]]
-            for other in others:
-                self.open.remove(other)
-            self.index.recover("dies")
-            self.end(pages, stored)
-            for _, other_pages, _ in others:
-                self.end(other_pages, [p.object in self.model.files for p in other_pages])
-        else:
-            self.index.settle(reservation, stored)
-            self.end(pages, stored)
+    @rule(which=st.integers(0, 2), count=st.sampled_from([5, 3, 1]))
+    def publish(self, which: int, count: int) -> None:
+        """The next pages of a batch get their names, or have them."""
+        batch = self.open[which % len(self.open)]
+        at = len(batch.stored)
+        batch.stored += [self.publish_page(page) for page in batch.pages[at : at + count]]
 
-    def publish(self, page: NewPage) -> bool:
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 2))
+    def settle(self, which: int) -> None:
+        """A batch ends, with all of its pages or less, or its owner dies."""
+        batch = self.open[which % len(self.open)]
+        ending = [b for b in self.open if b.dies] if batch.dies else [batch]
+        if batch.dies:
+            self.index.recover("dies")
+        else:
+            batch.stored += [False] * (len(batch.pages) - len(batch.stored))
+            self.index.settle(batch.reservation, batch.stored)
+        for batch in ending:
+            self.open.remove(batch)
+            if batch.dies:
+                batch.stored = [page.object in self.model.files for page in batch.pages]
+            self.end(batch.pages, batch.stored)
+
+    def publish_page(self, page: NewPage) -> bool:
         header = memoryview(bytearray(BLOCK))
         payload = memoryview(bytes(page.cost - BLOCK))
         encode_header(header, page.object, page.parent, page.depth, payload)
@@ -260,6 +284,7 @@ class IndexMachine(RuleBasedStateMachine):
             written = self.model.tick() - STAMPED
             os.utime(f"{self.root}/{object_path(page.object)}", (written, written))
             self.model.files[page.object] = (page, written * 1_000_000)
+            self.model.removed.discard(page.object)
         return outcome is Outcome.STORED
 
     def end(self, pages: list[NewPage], stored: list[bool]) -> None:
@@ -274,9 +299,25 @@ class IndexMachine(RuleBasedStateMachine):
 
     # ── reads, deletes, changes from outside ─────────────────────────────────────────────────────
 
-    @rule(chain=st.sampled_from(CHAINS), depth=st.integers(0, 8))
-    def read(self, chain: str, depth: int) -> None:
-        name = name_of(chain, depth)
+    @rule(
+        how=st.sampled_from(["read", "read", "delete", "remove from outside"]),
+        chain=st.sampled_from(CHAINS),
+        depth=st.integers(0, 8),
+    )
+    def touch(self, how: str, chain: str, depth: int) -> None:
+        name, model = name_of(chain, depth), self.model
+        if how == "read":
+            self.read(name)
+            return
+        if how == "delete":
+            assert self.index.delete([name]) == [name in model.files]
+            model.vanish(name)
+        else:
+            self.files.unlink(name)
+        model.files.pop(name, None)
+        model.removed.add(name)
+
+    def read(self, name: ObjectId) -> None:
         if name in self.model.files:
             self.index.touch([name])
             node = self.model.nodes.get(name)
@@ -287,22 +328,13 @@ class IndexMachine(RuleBasedStateMachine):
             self.model.vanish(name)
         self.index.flush()
 
-    @rule(chain=st.sampled_from(CHAINS), depth=st.integers(0, 8))
-    def delete(self, chain: str, depth: int) -> None:
-        name = name_of(chain, depth)
-        assert self.index.delete([name]) == [name in self.model.files]
-        self.model.files.pop(name, None)
-        self.model.vanish(name)
-
-    @rule(chain=st.sampled_from(CHAINS), depth=st.integers(0, 8))
-    def remove_from_outside(self, chain: str, depth: int) -> None:
-        self.files.unlink(name_of(chain, depth))
-        self.model.files.pop(name_of(chain, depth), None)
-
     @precondition(lambda self: not self.open)
     @rule(chain=st.sampled_from(CHAINS), depth=st.integers(0, 8), blocks=st.integers(1, 3))
     def add_from_outside_and_scan(self, chain: str, depth: int, blocks: int) -> None:
-        self.publish(page_of(chain, depth, blocks))
+        page = page_of(chain, depth, blocks)
+        if page.parent is not None and page.parent not in self.model.files:
+            self.model.removed.add(page.parent)
+        self.publish_page(page)
         self.scan()
 
     @precondition(lambda self: not self.open)
@@ -323,9 +355,8 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.open)
     @rule()
     def lose_the_database(self) -> None:
-        for entry in os.listdir(self.root):
-            if entry.startswith("index-v1-"):
-                os.unlink(os.path.join(self.root, entry))
+        for path in Path(self.root).glob("index-v1-*"):
+            path.unlink()
         self.model.nodes.clear()
         for page, written in self.model.files.values():
             self.model.appear(page, written)
@@ -338,9 +369,7 @@ class IndexMachine(RuleBasedStateMachine):
             pass
 
     def expect_trim(self) -> None:
-        over = self.model.used - LIMIT
-        if over > 0:
-            self.model.evict(over, set())
+        self.model.evict(self.model.used - LIMIT, set())
 
     # ── always ───────────────────────────────────────────────────────────────────────────────────
 
@@ -354,17 +383,16 @@ class IndexMachine(RuleBasedStateMachine):
         assert usage.used_bytes - self.inflight == self.model.used
         assert usage.objects == sum(node.present for node in self.model.nodes.values())
         assert usage.used_bytes <= LIMIT
-        present = {
-            key
-            for first in self.index.shards(NAMESPACE)
-            for key in self.index.shard(NAMESPACE, first)
-        }
+        index = self.index
+        present = {k for b in index.shards(NAMESPACE) for k in index.shard(NAMESPACE, b)}
         assert present == {n.key for n, node in self.model.nodes.items() if node.present}
         on_disk = {
             f.key for b in self.files.shards(NAMESPACE) for f in self.files.shard(NAMESPACE, b)
         }
         assert on_disk == {name.key for name in self.model.files}
+        parents = {page.parent for page, _ in self.model.files.values()} - {None}
+        assert parents <= {*self.model.files, *self.model.removed}, "a child without its parent"
 
 
-IndexMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestIndex = IndexMachine.TestCase

@@ -119,6 +119,37 @@ def test_a_batch_does_not_evict_itself(disk, make_pages) -> None:
     assert backend.exists(pages.names(0, 8)) == [True] * 5 + [False] * 3
 
 
+def test_two_batches_with_the_same_pages(disk, make_pages) -> None:
+    """What another batch has stored first is not evicted from under the page that comes next."""
+    pages, others = make_pages(), make_pages(chain="other")
+    first = disk.open(max_bytes=10 * FRAME)
+    meanwhile: list[list[Outcome]] = []
+
+    class Interrupted:
+        """The module `os`; the other process writes before the first and the last page."""
+
+        links = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def link(self, *args: Any, **options: Any) -> None:
+            self.links += 1
+            if self.links == 2:  # 1: the probe of `open`
+                meanwhile.append(outcomes(first.write(pages.writes(0, 3))))
+            elif self.links == 5:
+                meanwhile.append(outcomes(first.write(others.writes(0, 4))))
+            os.link(*args, **options)
+
+    second = disk.open(Interrupted(), max_bytes=10 * FRAME)
+    assert outcomes(second.write(pages.writes(0, 4))) == [EXISTS] * 3 + [STORED]
+    assert meanwhile == [[STORED] * 3, [STORED] * 3 + [FULL]]
+    assert first.exists(pages.names(0, 4)) == [True] * 4
+    assert outcomes(first.write(make_pages(chain="third").writes(0, 6))) == [STORED] * 6
+    assert disk.evicted == [others.name(2), others.name(1), others.name(0)]
+    first.check_integrity()
+
+
 def test_clock_that_jumps(disk, make_pages, monkeypatch) -> None:
     """Set back by a day, the clock does not make the newest frame the oldest."""
     backend = disk.open(max_bytes=2 * FRAME)
