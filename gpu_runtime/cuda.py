@@ -52,8 +52,10 @@ class CudaEvent(CpuEvent):
     The host sleeps for it until an interrupt comes, or `spins`: that hears 0.1 to 0.5 ms sooner.
     """
 
-    def __init__(self, *, spins: bool = False) -> None:
+    def __init__(self, hurry: Hurry, *, spins: bool = False) -> None:
+        """`hurry`: of its stream."""
         super().__init__()
+        self.hurry = hurry
         self.cuda = torch.cuda.Event(blocking=not spins)
         self.recorded = threading.Event()
         self.after: Sequence[Event] = ()
@@ -77,6 +79,7 @@ class CudaStream(CpuStream):
         self._spare_spans: deque[_Span] = deque()
         self.followers: list[torch.cuda.Stream] = []
         """They wait for what this one waits for: `CudaCopies` runs on them as well."""
+        self.hurry = Hurry()
         self._completions: SimpleQueue[CudaEvent | None] = SimpleQueue()
         self._completer = threading.Thread(
             target=self._complete, name=f"kvstrata-{name}-done", daemon=True
@@ -86,10 +89,10 @@ class CudaStream(CpuStream):
 
     def new_event(self) -> CudaEvent:
         """Somebody waits for it. Behind a copy, what is left to wait for is one slice at most."""
-        return CudaEvent(spins=self._copies)
+        return CudaEvent(self.hurry, spins=self._copies)
 
     def record(self, event: Event | None = None) -> Event:
-        return super().record(event or CudaEvent())
+        return super().record(event or CudaEvent(self.hurry))
 
     def note(self, event: CudaEvent) -> None:
         """Complete `event`, which was recorded elsewhere, when the GPU has passed it."""
@@ -122,7 +125,7 @@ class CudaStream(CpuStream):
     def _wait_now(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
         if self._copies:
-            self._device.hurry.sleep_until(event, self._device.await_unless_broken)
+            self.hurry.sleep_until(event, self._device.await_unless_broken)
         self._device.await_recorded(event)
         for stream in (self.cuda, *self.followers):
             stream.wait_event(event.cuda)
@@ -181,7 +184,6 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._timeline = timeline
         self._registered: list[int] = []
-        self.hurry = Hurry()
         with torch.cuda.device(self.torch_device):
             zero = ReusedEvent(torch.cuda.current_stream(), timing=True)
             zero.synchronize()
@@ -196,7 +198,6 @@ class CudaDevice(Device):
                 stream,
                 out=out,
                 chunk_bytes=chunk_bytes // 16 * 16,
-                hurry=self.hurry,
             )
             for stream, out in ((self.h2d, False), (self.d2h, True))
         )
@@ -222,7 +223,7 @@ class CudaDevice(Device):
     def await_recorded(self, event: CudaEvent) -> None:
         """Until its own thread has enqueued it; from then on the GPU can wait for it."""
         if not event.recorded.is_set():
-            with self.hurry:
+            with event.hurry:
                 self.await_unless_broken(event.recorded.wait)
 
     def prepare(self, memory: DevicePages) -> None:

@@ -62,6 +62,8 @@ class CopyStream(Protocol):
     """Into the device it runs kernels: of high priority, these do not wait for a model's."""
     followers: list[torch.cuda.Stream]
     """They wait for every event that the stream waits for."""
+    hurry: Hurry
+    """Of who waits for the stream."""
 
 
 FIRST_BYTES, CALL_BYTES = 4 << 20, 32 << 20
@@ -96,10 +98,9 @@ class CudaCopies:
         *,
         out: bool,
         chunk_bytes: int,
-        hurry: Hurry,
         ring: int = RING,
     ) -> None:
-        self._device, self._owner, self._out, self._hurry = device, owner, out, hurry
+        self._device, self._owner, self._out = device, owner, out
         self._chunk_bytes, self._ring = chunk_bytes, ring
         with torch.cuda.device(device):
             self._follower = torch.cuda.Stream(priority=-1)
@@ -137,14 +138,13 @@ class CudaCopies:
             raise
 
     def _close_ranks(self) -> None:
-        """After a failure, wherever it was: who uses a chunk or an order next waits for what was
-        enqueued on either stream, and so does the owner's."""
+        """After a failure, wherever it was: who uses a chunk next waits for what was enqueued on
+        either stream, and so does the owner's; who writes an order, for the kernels."""
         moved, bussed = ReusedEvent(self._kernels), ReusedEvent(self._bus)
         moved.hold_back(self._bus)
         bussed.hold_back(self._kernels)
         for step in self._steps:
             step.moved.record(self._kernels)
-            step.bussed.record(self._bus)
 
     def prepare(self, memory: DevicePages) -> None:
         """Compile and capture what copies of `memory` need. Idempotent. Raises ConfigError for
@@ -162,7 +162,7 @@ class CudaCopies:
             steps = self._new_steps()
             function = compiled() if HAS_TRITON and self.batched else None
             if function is not None:
-                self._loop = ChunkLoop(function, steps, self._hurry, most_pages=ORDER_PAGES)
+                self._loop = ChunkLoop(function, steps, self._owner.hurry, most_pages=ORDER_PAGES)
             self._steps = steps
         starts = memory.layout.starts - memory.layout.starts[0]
         words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
@@ -254,7 +254,7 @@ class CudaCopies:
         """What goes to the kernels' stream next does: the host sleeps, or if anybody is in a hurry,
         the stream waits. `nbytes` move after the event, so it may be late."""
         while not event.has_passed():
-            if self._hurry:
+            if self._owner.hurry:
                 event.hold_back(self._kernels)
                 return
             time.sleep(nbytes / PAUSE / 1e9)

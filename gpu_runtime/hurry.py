@@ -13,11 +13,11 @@ from kvstrata.gpu_runtime.base import Event
 
 
 class Hurry:
-    """Of one device. Any thread, also a signal's handler.
+    """Of one stream. Any thread, also a signal's handler.
 
     Copies are enqueued while they move, as what waits on the GPU slows launches there. Who needs
     one to be enqueued is in a hurry, by `with`, as long as it waits: meanwhile the GPU waits. (A
-    KeyboardInterrupt just as the wait ends may leave the device in a hurry for good.)
+    KeyboardInterrupt just as the wait ends may leave the stream in a hurry for good.)
     """
 
     def __init__(self) -> None:

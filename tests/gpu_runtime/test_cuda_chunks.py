@@ -149,10 +149,9 @@ def world(fake_torch: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Wor
 
 def made(world: World, memories: list[Any], *, out: bool, chunk_bytes: int) -> CudaCopies:
     world.handles = itertools.count(1000)
-    owner: Any = SimpleNamespace(cuda=SimpleNamespace(cuda_stream=5), followers=[])
-    copies = CudaCopies(
-        torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, hurry=world.hurry, ring=4
-    )
+    stream = SimpleNamespace(cuda_stream=5)
+    owner: Any = SimpleNamespace(cuda=stream, followers=[], hurry=world.hurry)
+    copies = CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, ring=4)
     for memory in memories:
         copies.prepare(memory)
     for step in copies._steps:

@@ -103,8 +103,9 @@ def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def made(*, out: bool, chunk_bytes: int = 1 << 20) -> CudaCopies:
-    owner: Any = SimpleNamespace(cuda=SimpleNamespace(name="owner", cuda_stream=0), followers=[])
-    return CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, hurry=Hurry())
+    stream = SimpleNamespace(name="owner", cuda_stream=0)
+    owner: Any = SimpleNamespace(cuda=stream, followers=[], hurry=Hurry())
+    return CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes)
 
 
 def pool(rng: np.random.Generator, layers: int, pages: int, piece: int) -> tuple[DevicePages, Any]:
@@ -181,7 +182,7 @@ def test_who_waits_for_whom(
     assert copies.streams[1].priority == -1  # type: ignore[attr-defined]
     assert copies._owner.followers == [copies.streams[1]]
     copy = PageCopy(memory, np.arange(8), host, rng.permutation(8))
-    with copies._hurry if in_a_hurry else nullcontext():
+    with copies._owner.hurry if in_a_hurry else nullcontext():
         copies.copy(copy)
     free, full = ("follower", "owner"), ("owner", "follower")
     if piece == 65536:

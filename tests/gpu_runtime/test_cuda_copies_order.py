@@ -33,6 +33,16 @@ def join(into: Clock, other: Clock) -> None:
         into[stream] = max(into.get(stream, 0), number)
 
 
+class NowAndThen:
+    """Somebody is in a hurry, or nobody is."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __bool__(self) -> bool:
+        return bool(self.world.rng.integers(2))
+
+
 class World:
     """What the copies of one `CudaCopies` do to streams and memory."""
 
@@ -50,7 +60,7 @@ class World:
         self.calls_left = 0
         """Until a call of the driver fails; 0: none does."""
         self.instantiated = 0
-        self.owner: Any = SimpleNamespace(followers=[])
+        self.owner: Any = SimpleNamespace(followers=[], hurry=NowAndThen(self))
         self.is_out = True
 
     def clock(self, stream: Any) -> Clock:
@@ -153,27 +163,15 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
     return world
 
 
-class NowAndThen:
-    """Somebody is in a hurry, or nobody is."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def __bool__(self) -> bool:
-        return bool(self.world.rng.integers(2))
-
-
 def made(world: World, pools: list[DevicePages]) -> CudaCopies:
     """With a ring of a random size; the graph of a step is its number."""
     ring = int(world.rng.choice([2, 4, 16]))
-    hurry: Any = NowAndThen(world)
     world.is_out = bool(world.rng.integers(2))
     copies = CudaCopies(
         torch.device("cpu"),
         world.owner,
         out=world.is_out,
         chunk_bytes=CHUNK_BYTES,
-        hurry=hurry,
         ring=ring,
     )
     for memory in pools:

@@ -91,13 +91,8 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
         set_stream=lambda stream: None,
     )  # fmt: skip
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=gpu, device=torch.device, zeros=fail))
-    copies, hurries = SimpleNamespace(close=lambda: None), list[object]()
-
-    def make_copies(*_: Any, hurry: object, **__: Any) -> Any:
-        hurries.append(hurry)
-        return copies
-
-    monkeypatch.setattr(cuda, "CudaCopies", make_copies)
+    copies = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(cuda, "CudaCopies", lambda *_, **__: copies)
     monkeypatch.setattr(cuda, "ReusedEvent", InstantEvent)
     left_alone: list[int] = []
     leave = lambda: left_alone.append(threading.get_ident())  # noqa: E731
@@ -105,7 +100,6 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
     monkeypatch.setattr(InstantEvent, "now_ms", 0.0)
     device = cuda.CudaDevice(Timeline())
     assert made == [0, -1, -1], "kernels of copies do not wait for a model's"
-    assert hurries == [device.hurry] * 2
     yield device
     device.close(LONG_S)
     streams = (device.compute, device.h2d, device.d2h)
@@ -154,11 +148,13 @@ def test_order_and_completions(device: Any, registry: Registry) -> None:
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: bool) -> None:
-    """As long as it waits."""
+    """As long as it waits; copies the other way go at their pace."""
 
     def enqueue() -> None:
-        device.hurry.sleep_until(CpuEvent(), device.await_unless_broken)
+        hurry.sleep_until(CpuEvent(), device.await_unless_broken)
+        others.append(bool(device.d2h.hurry))
 
+    hurry, others = device.h2d.hurry, list[bool]()
     device.h2d.enqueue(enqueue)
     event = device.h2d.record()
     if joins:
@@ -166,14 +162,25 @@ def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: b
     else:
         device.compute.wait_event(event)
         assert device.compute.record().wait(LONG_S)
-    assert not device.hurry
-    with device.hurry:
-        with device.hurry:
+    assert others == [False]
+    assert not hurry
+    with hurry:
+        with hurry:
             pass
-        assert device.hurry
-    assert not device.hurry
-    device.hurry = None  # nobody is, who need not wait
+        assert hurry
+    assert not hurry
+    event.hurry = None  # nobody is, who need not wait
     device.await_recorded(event)
+
+
+def test_a_hurry_is_handed_on(device: Any) -> None:
+    """Who waits for a copy out that comes behind one in, waits for that as well."""
+    device.h2d.enqueue(lambda: device.h2d.hurry.sleep_until(CpuEvent(), device.await_unless_broken))
+    device.d2h.wait_event(device.h2d.record())
+    device.join(device.d2h.record())
+    assert not device.h2d.hurry
+    assert not device.d2h.hurry
+    assert device.fault is None
 
 
 def test_who_sleeps_hears_of_a_device_that_broke(device: Any) -> None:
@@ -183,7 +190,7 @@ def test_who_sleeps_hears_of_a_device_that_broke(device: Any) -> None:
     device.fault = MemoryError("planted")
     device.h2d._thread.join(LONG_S)
     assert not device.h2d._thread.is_alive()
-    assert not device.hurry._sleepers
+    assert not device.h2d.hurry._sleepers
 
 
 def test_a_hurry_that_is_interrupted_is_none(device: Any) -> None:
@@ -191,11 +198,12 @@ def test_a_hurry_that_is_interrupted_is_none(device: Any) -> None:
         def put(self, _: None) -> None:
             raise KeyboardInterrupt
 
-    device.hurry._sleepers.add(Interrupted())
-    with pytest.raises(KeyboardInterrupt), device.hurry:
+    hurry = device.h2d.hurry
+    hurry._sleepers.add(Interrupted())
+    with pytest.raises(KeyboardInterrupt), hurry:
         pass
-    assert not device.hurry
-    device.hurry._sleepers.clear()
+    assert not hurry
+    hurry._sleepers.clear()
 
 
 @pytest.mark.parametrize("in_a_hurry", [True, False])
@@ -211,7 +219,7 @@ def test_what_a_copy_comes_behind_is_waited_for_on_the_host(device: Any, in_a_hu
     assert not behind.wait(0.05)
     waits = device.d2h.cuda.waited
     assert not waits
-    with device.hurry if in_a_hurry else nullcontext():
+    with device.d2h.hurry if in_a_hurry else nullcontext():
         if not in_a_hurry:
             work.open()
         device.await_unless_broken(behind.recorded.wait)
@@ -219,7 +227,7 @@ def test_what_a_copy_comes_behind_is_waited_for_on_the_host(device: Any, in_a_hu
     assert event.query() == (not in_a_hurry)
     work.open()
     assert behind.wait(LONG_S)
-    assert not device.hurry._sleepers
+    assert not device.d2h.hurry._sleepers
 
 
 def test_who_spins_and_what_is_used_again(device: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Mover:
 
     def __init__(self, device: Any, memory: DevicePages, host: np.ndarray[Any, Any]) -> None:
         self.device, self.memory = device, memory
-        self.hurries = itertools.cycle([nullcontext(), nullcontext(), device.hurry, device.hurry])
+        self.in_a_hurry = itertools.cycle([False, False, True, True])
         stride = aligned(memory.page_bytes)
         self.host = host[: SLOTS * stride].reshape(SLOTS, stride)
         chunks = [min(CHUNK_PAGES, SLOTS - at) * stride for at in range(0, SLOTS, CHUNK_PAGES)]
@@ -79,7 +79,7 @@ class Mover:
         copy = PageCopy(self.memory, np.asarray(pages), host, np.asarray(slots), part)
         stream = self.device.d2h if out else self.device.h2d
         run: Callable[[PageCopy], None] = self.device.copy_out if out else self.device.copy_in
-        with next(self.hurries):
+        with stream.hurry if next(self.in_a_hurry) else nullcontext():
             stream.enqueue(lambda: run(copy), copy.nbytes)
             assert stream.record().wait(30.0)
         assert self.device.fault is None
@@ -320,7 +320,9 @@ def test_graphs_are_captured_beside_copies(device: Any, host: Any, in_a_hurry: b
     thread = threading.Thread(target=keep_moving)
     thread.start()
     try:
-        with device.hurry if in_a_hurry else nullcontext():
+        with ExitStack() as stack:
+            for stream in (device.h2d, device.d2h) if in_a_hurry else ():
+                stack.enter_context(stream.hurry)
             for i in range(30):
                 x, graph = torch.full((1 << 16,), i, device="cuda"), torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):

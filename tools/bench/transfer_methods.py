@@ -64,6 +64,7 @@ GEOMETRIES = tuple(
 class CopyStream:
     cuda: torch.cuda.Stream
     followers: list[torch.cuda.Stream] = field(default_factory=list)
+    hurry: Hurry = field(default_factory=Hurry)
 
     def wait(self, event: torch.cuda.Event) -> None:
         for stream in (self.cuda, *self.followers):
@@ -103,14 +104,12 @@ class Case:
         halves = whole.reshape(2, 2 * self.count, stride)
         self.host = {True: halves[0], False: halves[1]}
         self.streams = {out: CopyStream(torch.cuda.Stream(priority=-1)) for out in (True, False)}
-        self.hurry = Hurry()
         self.copies = {
             out: CudaCopies(
                 device,
                 self.streams[out],
                 out=out,
                 chunk_bytes=CHUNK_BYTES,
-                hurry=self.hurry,
                 ring=GATED_CHUNKS,
             )
             for out in (True, False)
@@ -156,7 +155,7 @@ class Case:
 
     def at_once(self, out: bool, part: slice = WHOLE) -> None:
         """The same for somebody who waits until it is enqueued."""
-        with self.hurry:
+        with self.streams[out].hurry:
             self.ours(out, part)
 
     def host_kernel(self, out: bool) -> None:
