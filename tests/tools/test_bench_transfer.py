@@ -28,7 +28,7 @@ REPORT = TransferReport(
         Rate("8B", "contiguous", "D2H", 55.0, 1.0, 0.1),
         Rate("8B", "kvstrata", "D2H", 54.4, 0.989, 1.9),
     ],
-    costs=[Cost("8B", "kvstrata", "D2H", "decode-like", 1.05, 1.0)],
+    costs=[Cost("8B", "kvstrata", "D2H", "decode-like", 1.05, 1.0, (0.9, 1.2))],
     wall=[Rate("8B", "RuntimeInterface", "D2H", 52.0, 0.945, 0.0)],
     loops=[Loop("a graph a step", "kvstrata, D2H", 1.25, 2.5, 2.1, 41.0)],
     first_group_share={"first group": 0.0625},

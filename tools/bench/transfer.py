@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kvstrata.errors import ConfigError, InputError, Where
@@ -31,7 +32,7 @@ LOOP_S = 0.3
 WALL_TURNS = 5
 """Measurements through the runtime for each of the others: they are short, and spread more."""
 COMPUTE, DECODE, DECODE_LARGE = "compute-bound", "decode-like", "decode-like, large products"
-COMPUTE_TURNS = 2
+COMPUTE_TURNS = 4
 """So many measurements beside such work for each of the others: its clocks wander by a percent,
 and what is looked for is less."""
 
@@ -60,6 +61,8 @@ class Cost:
     work: str
     factor: float
     extra_ms_per_gib: float
+    quartiles: tuple[float, float]
+    """Of `extra_ms_per_gib`: half of the measurements are between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def run(
     note: Note = print,
     save: Callable[[TransferReport], None] = lambda report: None,
 ) -> TransferReport:
-    """Everything, in six minutes and 40 GB of the device's memory; `only` geometries with this in
+    """Everything, in seven minutes and 40 GB of the device's memory; `only` geometries with this in
     their names.
 
     `lmcache` is a folder with LMCache's c_ops library, where the package is not installed. `save`
@@ -234,8 +237,10 @@ def _costs(
                     turns[method].append((factor, beside.extra_ms_per_gib))
             for method, measured in turns.items():
                 factor, extra = medians(measured)
+                low, high = np.quantile([it[1] for it in measured], (0.25, 0.75)).tolist()
                 way = "D2H" if out else "H2D"
-                cost = Cost(case.geometry.label, method, way, work, factor, extra)
+                label = case.geometry.label
+                cost = Cost(label, method, way, work, factor, extra, (low, high))
                 report.costs.append(cost)
 
 

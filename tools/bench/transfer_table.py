@@ -24,10 +24,16 @@ def tables(report: TransferReport) -> Iterator[Table]:
         table.add_row(rate.geometry, rate.method, rate.way, *figures)
     yield table
     title = "a model beside a sustained transfer, GPU time"
-    table = Table("geometry", "method", "way", "work", "factor", "extra ms/GiB", title=title)
+    columns = ("geometry", "method", "way", "work", "factor", "extra ms/GiB", "quartiles")
+    table = Table(*columns, title=title)
     for cost in report.costs:
-        factor, extra = f"x{cost.factor:.3f}", f"{cost.extra_ms_per_gib:.2f}"
-        table.add_row(cost.geometry, cost.method, cost.way, cost.work, factor, extra)
+        low, high = cost.quartiles
+        figures = (
+            f"x{cost.factor:.3f}",
+            f"{cost.extra_ms_per_gib:.2f}",
+            f"{low:.2f} to {high:.2f}",
+        )
+        table.add_row(cost.geometry, cost.method, cost.way, cost.work, *figures)
     yield table
     table = Table(
         "what", "way", "GB/s", "of the limit", title="through RuntimeInterface, wall time"
