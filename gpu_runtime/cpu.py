@@ -57,6 +57,8 @@ class CpuEvent(Event):
 
 
 _Work = tuple[Callable[[], None], int]
+Item = _Work | CpuEvent | tuple[Event]
+"""Of a stream's queue: work and its bytes, an event to record, an event to wait for."""
 
 
 class CpuStream(Stream):
@@ -66,7 +68,7 @@ class CpuStream(Stream):
         self.name = name
         self._timeline = timeline
         self._owner = device
-        self._queue: SimpleQueue[_Work | CpuEvent | tuple[Event] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Item | None] = SimpleQueue()
         """None is the last."""
         self._putting = threading.RLock()  # a signal's handler may close while its thread puts
         self._closing = False
@@ -90,14 +92,14 @@ class CpuStream(Stream):
         if not event.query():
             self._put((event,))
 
-    def _put(self, item: _Work | CpuEvent | tuple[Event]) -> None:
+    def _put(self, item: Item) -> None:
         with self._putting:
             if self._closing and not _exiting:
                 raise ClosedError(f"stream {self.name!r} is closed")
             self._queue.put(item)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._take()) is not None:
             try:
                 if isinstance(item, CpuEvent):
                     self._record_now(item)
@@ -109,6 +111,9 @@ class CpuStream(Stream):
                 logger.exception("stream %s is broken", self.name)
                 self._owner.fault = self._owner.fault or exc
                 return  # nothing behind it completes: what depends on it must not be believed
+
+    def _take(self) -> Item | None:
+        return self._queue.get()
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         """On the stream's thread, as the two below: `CudaStream` does them on the GPU."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
 from kvstrata.gpu_runtime.base import Device, Event
-from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream
+from kvstrata.gpu_runtime.cpu import CpuEvent, CpuStream, Item
 from kvstrata.gpu_runtime.cuda_copies import CHUNK_BYTES, CudaCopies
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
@@ -80,6 +81,8 @@ class CudaStream(CpuStream):
         self.followers: list[torch.cuda.Stream] = []
         """They wait for what this one waits for: `CudaCopies` runs on them as well."""
         self.hurry = Hurry()
+        self.copies: CudaCopies | None = None
+        """What it runs, if it is for copies."""
         self._completions: SimpleQueue[CudaEvent | None] = SimpleQueue()
         self._completer = threading.Thread(
             target=self._complete, name=f"kvstrata-{name}-done", daemon=True
@@ -104,6 +107,28 @@ class CudaStream(CpuStream):
             torch.cuda.set_stream(self.cuda)
             cuda_driver.leave_captures_alone()
             super()._run()
+            if self._device.fault is None:
+                self._catch_up()
+
+    def _take(self) -> Item | None:
+        if self._queue.empty():
+            self._catch_up()
+        return super()._take()
+
+    def _catch_up(self) -> None:
+        if self.copies is not None:
+            self.copies.catch_up()
+
+    def _afterwards(self, what: Callable[[], None]) -> None:
+        """Do it when the stream is behind all copies: now, or as part of the next one."""
+        if self.copies is None or not self.copies.is_late:
+            what()
+        else:
+            self.copies.behind.append(partial(self._do_or_break, what))
+
+    def _do_or_break(self, what: Callable[[], None]) -> None:
+        with self._breaks_the_device():  # it is no fault of the copy that runs now
+            what()
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         span = self._spare_spans.popleft() if self._spare_spans else _Span(self.cuda)
@@ -111,11 +136,17 @@ class CudaStream(CpuStream):
         may_block = not self._copies  # a model's launches fill the stream
         span.start.record(self.cuda, may_block=may_block)
         work()
+        self._afterwards(partial(self._end, span, may_block=may_block))
+
+    def _end(self, span: _Span, *, may_block: bool) -> None:
         span.end.record(self.cuda, may_block=may_block)
         self._spans.append(span)
 
     def _record_now(self, event: CpuEvent) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
+        self._afterwards(partial(self._record_here, event))
+
+    def _record_here(self, event: CudaEvent) -> None:
         event.after, self._after = tuple(self._after), []
         event.spans, self._spans = self._spans, []
         event.cuda.record(self.cuda)
@@ -124,6 +155,7 @@ class CudaStream(CpuStream):
 
     def _wait_now(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
+        self._catch_up()
         if self._copies:
             self.hurry.sleep_until(event, self._device.await_unless_broken)
         self._device.await_recorded(event)
@@ -201,6 +233,7 @@ class CudaDevice(Device):
             )
             for stream, out in ((self.h2d, False), (self.d2h, True))
         )
+        self.h2d.copies, self.d2h.copies = self._copies_in, self._copies_out
 
     def copy_out(self, copy: PageCopy) -> None:
         self._copies_out.copy(copy)

@@ -42,6 +42,10 @@ COMPILE_S = 60.0
 PAUSE = 440
 """The host sleeps a nanosecond for so many bytes of a chunk from one look whether the chunk before
 is ready to the next: an eighth of the time that it moves, at 55 GB/s. A timer adds 0.06 ms."""
+NOTHING = (-1, 0)
+"""Is late."""
+_LATE = -4
+"""Where the loop tells it."""
 _compiling = threading.Lock()
 _REFUSED = (
     "cuEventSynchronize", "cuStreamWaitEvent", "cuEventQuery", "cuGraphLaunch", "cuEventRecord",
@@ -54,6 +58,8 @@ _REFUSED = (
 class Step:
     """What one chunk's turn needs, again and again: an order for the kernel, and two events."""
 
+    turn: int
+    """Its place in the ring."""
     chunk: torch.Tensor
     pinned: torch.Tensor
     """The order, as the host writes it: int64 [HEADER + 2 * ORDER_PAGES]."""
@@ -87,6 +93,17 @@ class Step:
         self.numbers[5] = copy.is_staged_on_device
         self.numbers[HEADER:end] = np.concatenate(names)
         return np.array([[self.order.data_ptr()], [self.pinned.data_ptr()], [8 * end]], np.int64)
+
+
+def borders_of(count: int, most: int, *, first: int = 0, last: int = 0) -> list[int]:
+    """Where the chunks of `count` pages begin, and the end: of at most `most` each, and about as
+    large, as a small one costs as much. But `first` and `last` are, where they are not 0."""
+    first = min(first, most, count)
+    last = min(last, most, count - first)
+    rest = count - first - last
+    turns = max(1, -(-rest // most))
+    borders = range(first, count - last, max(1, -(-rest // turns)))
+    return [*([0] if first else []), *borders, *([count - last] if last else []), count]
 
 
 def compiled() -> Any:
@@ -165,10 +182,14 @@ class ChunkLoop:
         kernels: int,
         bus: int,
         out: bool,
-    ) -> tuple[int, int, str]:
+        late: tuple[int, int] = NOTHING,
+        leaves: bool = False,
+    ) -> tuple[int, int, int, str]:
         """Enqueue `nbytes` of each page in chunks that begin at `borders`, from step `turn` on, by
-        the kernels that were added as `number`. Streams are handles. Returns the next turn, and the
-        driver's code and the name of the call that it refused: there it stops."""
+        the kernels that were added as `number`. Streams are handles. `late`: the turn and number of
+        a kernel that a call before left, as this one `leaves` its last. Returns the next turn and
+        the one that is late; and the driver's code and the name of the call that it refused: there
+        it stops."""
         pieces, word = copy.pieces, copy.memory.layout.word_bytes
         assert len(copy.slots) == len(copy.pages) == borders[-1], "chunks of all pages"
         assert max((end - at for at, end in pairwise(borders)), default=0) <= self._most_pages
@@ -179,7 +200,8 @@ class ChunkLoop:
                 copy.part_address, copy.host_step, nbytes,
                 joins, copy.memory.host_chunk_pages,
                 HEADER, pieces.start, len(pieces), nbytes // word,
-                len(borders) - 1, 0,
+                len(borders) - 1,
+                late[0], self._graphs[late[1]][late[0]], leaves, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -189,4 +211,4 @@ class ChunkLoop:
             np.ascontiguousarray(copy.slots, np.int64), self._scratch, job,
         )  # fmt: skip
         code = int(self._function(*[cuda_driver.pointer(array) for array in arrays]))
-        return int(job[0]), code, _REFUSED[job[-1]]
+        return int(job[0]), int(job[_LATE]), code, _REFUSED[job[-1]]

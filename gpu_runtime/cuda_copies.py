@@ -29,26 +29,30 @@ is on the thread that launches compute, and most of it is compiled C without the
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
+from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
-from kvstrata.gpu_runtime.cuda_chunks import HEADER, PAUSE, ChunkLoop, Step, compiled
+from kvstrata.gpu_runtime.chunk_kernels import HAS_TRITON, ORDER_PAGES, capture, new_steps
+from kvstrata.gpu_runtime.cuda_chunks import (
+    NOTHING,
+    PAUSE,
+    ChunkLoop,
+    Step,
+    borders_of,
+    compiled,
+)
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
 from kvstrata.gpu_runtime.hurry import Hurry
-
-HAS_TRITON = find_spec("triton") is not None
-"""Without it torch gathers, with more launches and one more pass over the data."""
-if HAS_TRITON:
-    from kvstrata.gpu_runtime.gather import fetch_order, move_pieces
 
 DIRECT_BYTES = 128 << 10
 CHUNK_BYTES = 64 << 20
@@ -78,14 +82,21 @@ the next copy while it moves (0.3 ms)."""
 RING = 24
 """Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
 16 KiB and more; else the enqueueing thread waits for the first of them."""
-ORDER_PAGES = 2048
-"""Most pages of one chunk."""
+
+
+class Late(NamedTuple):
+    """A kernel that is not launched yet: its pages are on their way to the chunk of its step."""
+
+    number: int
+    copy: PageCopy
+    step: Step
 
 
 class CudaCopies:
     """One direction of one GPU. Called by the thread of its stream only, which is current.
 
-    The stream is behind every copy: what waits for it, waits for them. Copies wait for what the
+    The stream is behind every copy: what waits for it, waits for them. Of one into the device that
+    is followed, it may be so when that comes, or at `catch_up`. Copies wait for what the
     stream has waited for since this was made; no copy may count on the order among them. Device and
     host pages must stay until the stream has passed them; index tensors and chunks are kept here
     until then.
@@ -114,6 +125,9 @@ class CudaCopies:
         self._known: list[tuple[DevicePages, torch.Tensor]] = []
         """Memory that was prepared, and where its pieces start: int64 words, on the device."""
         self._loop: ChunkLoop | None = None
+        self._late: Late | None = None
+        self.behind: list[Callable[[], None]] = []
+        """Called when the kernel that `is_late` is launched, before any that comes next."""
         self.batched = cuda_driver.has_batches()
 
     @property
@@ -121,21 +135,48 @@ class CudaCopies:
         """All that the copies run on."""
         return self._owner.cuda, self._follower
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the stream is not behind the last copy yet."""
+        return self._late is not None
+
     def copy(self, copy: PageCopy) -> None:
         """Enqueue, while it moves unless anybody is in a hurry. Raises CudaCopyError and what torch
-        and Triton raise; the stream is behind what was enqueued all the same."""
+        and Triton raise; the stream is behind what was enqueued all the same, or will be."""
         torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
+        late = self._late
         try:
             self.prepare(copy.memory)
+            if not (self._is_direct(copy.memory) or copy.is_staged_on_device):
+                self._through_chunks(copy)
+                return
+            self.catch_up()
             if self._is_direct(copy.memory):
                 self._direct(copy)
-            elif copy.is_staged_on_device:
-                self._on_device(copy)
             else:
-                self._through_chunks(copy)
+                self._on_device(copy)
         except BaseException:
+            if self._late is not late:
+                self._late = None  # it is of the copy that failed
             self._close_ranks()
             raise
+
+    def catch_up(self) -> None:
+        """The stream is behind all copies: the GPU waits for what is late."""
+        if self._late is not None:
+            self._late.step.bussed.hold_back(self._kernels)
+            self._move_late()
+
+    def _move_late(self) -> None:
+        assert self._late is not None, "asked before"
+        self._move(*self._late)
+        self._caught_up()
+
+    def _caught_up(self) -> None:
+        self._late = None
+        behind, self.behind = self.behind, []
+        for what in behind:
+            what()
 
     def _close_ranks(self) -> None:
         """After a failure, wherever it was: who uses a chunk next waits for what was enqueued on
@@ -159,14 +200,15 @@ class CudaCopies:
                 remedy="make pages smaller, or chunks larger",
             )
         if not self._steps:
-            steps = self._new_steps()
+            ring = self._ring, self._chunk_bytes, self._kernels, self._bus
+            steps = new_steps(self._device, *ring)
             function = compiled() if HAS_TRITON and self.batched else None
             if function is not None:
                 self._loop = ChunkLoop(function, steps, self._owner.hurry, most_pages=ORDER_PAGES)
             self._steps = steps
         starts = memory.layout.starts - memory.layout.starts[0]
         words = torch.from_numpy(starts // memory.layout.word_bytes).to(self._device)
-        captured = self._capture(memory, words) if HAS_TRITON else []
+        captured = capture(self._steps, memory, words, out=self._out) if HAS_TRITON else []
         torch.cuda.synchronize(self._device)
         for step, (graph, kernel) in zip(self._steps, captured, strict=False):
             step.captured.append(graph)
@@ -181,6 +223,7 @@ class CudaCopies:
             for graph in (graph for step in self._steps for graph in step.graphs):
                 with suppress(cuda_driver.CudaCopyError):  # the others go all the same
                     cuda_driver.destroy(graph)
+        self._late = None
         self._steps.clear()
         self._known.clear()
         self._loop = None
@@ -213,20 +256,35 @@ class CudaCopies:
     # ── through chunks ───────────────────────────────────────────────────────────────────────────
 
     def _through_chunks(self, copy: PageCopy) -> None:
-        number = self._number_of(copy.memory)
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
-        borders = self._borders(len(copy.pages), nbytes)
-        joins = nbytes == copy.memory.page_bytes == copy.host_step
-        if self._loop is not None:
-            self._turn, code, call = self._loop.run(
-                copy, borders, number, self._turn, nbytes=nbytes, joins=joins,
-                out=self._out, kernels=self._kernels.cuda_stream, bus=self._bus.cuda_stream,
-            )  # fmt: skip
-            cuda_driver.check(code, call)
-            return
-        places, here, lengths = self._host_runs(copy, nbytes, borders, joins=joins)
-        late: tuple[PageCopy, Step] | None = None
-        """What is on its way to the device; its kernel is next."""
+        borders = self._borders(copy, nbytes)
+        run = self._by_python if self._loop is None else partial(self._by_c, self._loop)
+        if self._late is not None and self._late.step is not self._steps[self._turn - 1]:
+            self.catch_up()  # a copy has failed since: its chunk is the next one
+        if self._late is not None and len(borders) > 1:  # what is behind that need not wait longer
+            run(copy.some(slice(borders[1])), borders[:2], nbytes, leaves=True)
+            copy = copy.some(slice(borders[1], None))
+            borders = [border - borders[1] for border in borders[1:]]
+        run(copy, borders, nbytes, leaves=copy.is_followed and not self._out)
+
+    def _by_c(
+        self, loop: ChunkLoop, copy: PageCopy, borders: list[int], nbytes: int, *, leaves: bool
+    ) -> None:
+        late, number = self._late, self._number_of(copy.memory)
+        self._turn, left, code, call = loop.run(
+            copy, borders, number, self._turn, nbytes=nbytes, joins=_joins(copy, nbytes),
+            out=self._out, kernels=self._kernels.cuda_stream, bus=self._bus.cuda_stream,
+            late=NOTHING if late is None else (late.step.turn, late.number), leaves=leaves,
+        )  # fmt: skip
+        if late is not None and left != late.step.turn:
+            self._caught_up()
+        cuda_driver.check(code, call)
+        if leaves and len(borders) > 1:
+            self._late = Late(number, copy, self._steps[left])
+
+    def _by_python(self, copy: PageCopy, borders: list[int], nbytes: int, *, leaves: bool) -> None:
+        number = self._number_of(copy.memory)
+        places, here, lengths = self._host_runs(copy, nbytes, borders)
         for at, end in pairwise(borders):
             before = self._steps[self._turn - 2]  # the last one with this chunk
             step, some = self._next_step(), copy.some(slice(at, end))
@@ -242,13 +300,13 @@ class CudaCopies:
             (step if self._out else before).moved.hold_back(self._bus)
             self._enqueue(runs, self._bus)
             step.bussed.record(self._bus)
-            if late is not None:
-                self._come_behind(late[1].bussed, (end - at) * nbytes)
-                self._move(number, *late)
-            late = None if self._out else (some, step)  # the next one goes on the bus first
-        if late is not None:
-            late[1].bussed.hold_back(self._kernels)
-            self._move(number, *late)
+            if self._late is not None:
+                self._come_behind(self._late.step.bussed, (end - at) * nbytes)
+                self._move_late()
+            if not self._out:  # the next one goes on the bus first
+                self._late = Late(number, some, step)
+        if not leaves:
+            self.catch_up()
 
     def _come_behind(self, event: ReusedEvent, nbytes: int) -> None:
         """What goes to the kernels' stream next does: the host sleeps, or if anybody is in a hurry,
@@ -265,29 +323,27 @@ class CudaCopies:
         step.moved.synchronize()  # long ago, as a rule: then its order may be written again
         return step
 
-    def _borders(self, count: int, nbytes: int) -> list[int]:
-        """Where the chunks of `count` pages of `nbytes` begin, and the end. All are about as large,
-        as a small one costs as much; but the first is short where the bus waits for it, and the
-        last where the GPU waits for it alone."""
-        most = min(self._chunk_bytes // nbytes, ORDER_PAGES)
-        first = last = 0
+    def _borders(self, copy: PageCopy, nbytes: int) -> list[int]:
+        """Of its chunks, with `nbytes` of each page. The first is short where the bus waits for it,
+        and the last where the GPU waits for it alone."""
+        most, first, last = min(self._chunk_bytes // nbytes, ORDER_PAGES), 0, 0
         if self._out and self._steps[self._turn - 1].bussed.has_passed():
-            first = min(max(1, FIRST_CHUNK_BYTES // nbytes), most, count)
-        elif not self._out:
-            last = min(max(1, LAST_CHUNK_BYTES // nbytes), most, count)
-        rest = count - first - last
-        turns = max(1, -(-rest // most))
-        borders = range(first, count - last, max(1, -(-rest // turns)))
-        return [*([0] if first else []), *borders, *([count - last] if last else []), count]
+            first = max(1, FIRST_CHUNK_BYTES // nbytes)
+        elif not (self._out or copy.is_followed):
+            last = max(1, LAST_CHUNK_BYTES // nbytes)
+        return borders_of(len(copy.pages), most, first=first, last=last)
 
     @staticmethod
     def _host_runs(
-        copy: PageCopy, nbytes: int, borders: list[int], *, joins: bool
+        copy: PageCopy, nbytes: int, borders: list[int]
     ) -> tuple[Numbers, Numbers, Numbers]:
         """What single copies can cover of the host side, `nbytes` of each page, none across one of
         `borders`: first places in `copy.slots`, addresses, lengths in bytes."""
         first, count = host_runs(
-            copy.slots, copy.memory.host_chunk_pages, joined=joins, borders=borders
+            copy.slots,
+            copy.memory.host_chunk_pages,
+            joined=_joins(copy, nbytes),
+            borders=borders,
         )
         here = copy.part_address + copy.slots[first] * copy.host_step
         return first, here, count * nbytes
@@ -327,68 +383,11 @@ class CudaCopies:
                 step.bussed.record(self._bus)  # who gathers into the chunk of this step next waits
                 step.moved.hold_back(self._owner.cuda)
 
-    # ── what is made once ────────────────────────────────────────────────────────────────────────
-
     def _number_of(self, memory: DevicePages) -> int:
         """Of memory that is prepared."""
         return next(n for n, (known, _) in enumerate(self._known) if known is memory)
 
-    def _new_steps(self) -> list[Step]:
-        chunks = [
-            torch.empty(self._chunk_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
-        ]
-        numbers = HEADER + 2 * ORDER_PAGES
-        return [
-            Step(
-                chunks[i % 2],
-                torch.zeros(numbers, dtype=torch.int64, pin_memory=True),
-                torch.zeros(numbers, dtype=torch.int64, device=self._device),
-                ReusedEvent(self._kernels),
-                ReusedEvent(self._bus),
-            )
-            for i in range(self._ring)
-        ]
 
-    def _capture(
-        self, memory: DevicePages, starts: torch.Tensor
-    ) -> list[tuple[torch.cuda.CUDAGraph, int]]:
-        """The kernel for each step, as it was captured, and as it can be launched; all or none."""
-        layout, pool = memory.layout, memory.first_word
-        grid = torch.cuda.get_device_properties(self._device).multi_processor_count
-
-        def launch(step: Step) -> None:
-            if self._out:  # else it comes with the pages
-                fetch_order(step.pinned, step.order)
-            move_pieces(
-                pool,
-                starts,
-                step.order,
-                step.chunk.view(pool.dtype),
-                page_stride=layout.page_stride,
-                piece_bytes=layout.piece_bytes,
-                out=self._out,
-                aligned=layout.is_multiple_of(16),
-                grid=grid,
-            )
-
-        torch.cuda.synchronize(self._device)
-        self._steps[0].pinned[0] = 0  # no pages
-        stream = torch.cuda.Stream(priority=-1)  # a graph's kernels keep the priority
-        with torch.cuda.stream(stream):
-            self._steps[0].order.zero_()
-            launch(self._steps[0])  # compiles, which a capture does not allow
-        stream.synchronize()
-        captured: list[tuple[torch.cuda.CUDAGraph, int]] = []
-        try:
-            with cuda_driver.no_collection():
-                for step in self._steps:
-                    graph = torch.cuda.CUDAGraph(keep_graph=True)
-                    # Other threads may use the device meanwhile.
-                    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                        launch(step)
-                    captured.append((graph, cuda_driver.instantiate(graph.raw_cuda_graph())))
-        except BaseException:
-            for _, kernel in captured:
-                cuda_driver.destroy(kernel)
-            raise
-        return captured
+def _joins(copy: PageCopy, nbytes: int) -> bool:
+    """Whether neighbours on the host move as one."""
+    return nbytes == copy.memory.page_bytes == copy.host_step

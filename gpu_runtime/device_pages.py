@@ -157,6 +157,8 @@ class PageCopy:
     host: npt.NDArray[np.uint8] | torch.Tensor
     slots: npt.NDArray[np.int64]
     part: slice = field(default_factory=lambda: WHOLE)
+    is_followed: bool = False
+    """Another copy comes at once: its beginning may end this one."""
 
     def some(self, some: slice | npt.NDArray[np.int64]) -> PageCopy:
         """The same with these of its pages."""

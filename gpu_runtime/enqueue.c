@@ -49,7 +49,11 @@ typedef struct {
     int64_t border;          /* but no run crosses a multiple of it */
     int64_t header, first_piece, pieces, page_words;
     int64_t chunks;
-    int64_t refused; /* told back: which call was, see below */
+    int64_t late;      /* the step whose kernel is next, its pages being on their way; -1: none; told
+                          back */
+    Handle late_graph; /* the kernel */
+    int64_t leaves;    /* the last kernel is left to the next call */
+    int64_t refused;   /* told back: which call was, see below */
 } Copy;
 
 enum { SYNCHRONIZE, WAIT, QUERY, LAUNCH, RECORD, COPY_BATCH };
@@ -114,6 +118,13 @@ static int move(const Driver *driver, const Step *step, Handle graph, Copy *copy
     return 0;
 }
 
+static int move_late(const Driver *driver, const Step *steps, Copy *copy)
+{
+    PASS(move(driver, &steps[copy->late], copy->late_graph, copy));
+    copy->late = -1;
+    return 0;
+}
+
 /* `borders`: where the chunks begin in `pages` and `slots`, and the end. `scratch`: three numbers
  * for each page of a chunk, and three more. Returns the driver's code when it refuses a call, and
  * stops there. */
@@ -121,8 +132,6 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
                      const int64_t *borders, const int64_t *pages, const int64_t *slots,
                      int64_t *scratch, Copy *copy)
 {
-    const Step *late = NULL; /* its pages are on their way to the device; its kernel is next */
-
     for (int64_t k = 0; k < copy->chunks; k++) {
         const int64_t at = borders[k], count = borders[k + 1] - at, turn = copy->turn;
         const Step *before = &steps[(turn + copy->ring - 2) % copy->ring], *step = &steps[turn];
@@ -154,15 +163,19 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
         TRY(COPY_BATCH, copy->out ? copy_batch(driver, here, there, lengths, runs, copy->bus)
                                   : copy_batch(driver, there, here, lengths, runs, copy->bus));
         TRY(RECORD, driver->record(step->bussed, copy->bus));
-        if (late) {
-            PASS(come_behind(driver, copy, late->bussed, count * copy->nbytes));
-            PASS(move(driver, late, graphs[late - steps], copy));
+        if (copy->late >= 0) {
+            const Handle event = steps[copy->late].bussed;
+            PASS(come_behind(driver, copy, event, count * copy->nbytes));
+            PASS(move_late(driver, steps, copy));
         }
-        late = copy->out ? NULL : step; /* the next one goes on the bus first */
+        if (!copy->out) { /* the next one goes on the bus first */
+            copy->late = turn;
+            copy->late_graph = graphs[turn];
+        }
     }
-    if (late) {
-        TRY(WAIT, driver->wait(copy->kernels, late->bussed, 0));
-        PASS(move(driver, late, graphs[late - steps], copy));
+    if (copy->late >= 0 && !copy->leaves) {
+        TRY(WAIT, driver->wait(copy->kernels, steps[copy->late].bussed, 0));
+        PASS(move_late(driver, steps, copy));
     }
     return 0;
 }

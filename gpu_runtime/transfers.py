@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -68,11 +68,14 @@ class CopyQueues:
         """Queue copies, group after group; returns the event behind each group. `result` gets the
         first error. `enqueued` is called on the stream's thread, behind the last."""
         move = self._device.copy_out if out else self._device.copy_in
+        end = groups[-1][-1]
         queued = [
             [
                 Slice(partial(_run, result, partial(move, part)), part.nbytes)
                 for copy in group
-                for part in slices_of(copy, self._device.copy_slice_bytes)
+                for part in slices_of(
+                    replace(copy, is_followed=copy is not end), self._device.copy_slice_bytes
+                )
             ]
             for group in groups
         ]
@@ -173,7 +176,8 @@ def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
     """
     most = max(1, most_bytes * len(copy.pages) // copy.nbytes)
     copy = copy.some(np.argsort(copy.slots))
-    return [copy.some(slice(at, end)) for at, end in chunks_of(len(copy.pages), most)]
+    *others, last = (copy.some(slice(at, end)) for at, end in chunks_of(len(copy.pages), most))
+    return [*(replace(one, is_followed=True) for one in others), last]
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime
+from kvstrata.gpu_runtime import ComponentSpec, LocalGPURuntime, chunk_kernels, cuda_copies
 from kvstrata.gpu_runtime.testing import Prompt, Rig, RuntimeSuite
 
 KV = ComponentSpec("kv", layers=2, kv_heads=1, head_dim=4, dtype="bfloat16")
@@ -47,6 +48,19 @@ def fake_torch() -> Any:
         cuda=cuda, empty=torch.empty, uint8=torch.uint8, int64=torch.int64,
         zeros=lambda n, dtype, **_: torch.zeros(n, dtype=dtype), from_numpy=torch.from_numpy,
     )  # fmt: skip
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
+    """Gives `CudaCopies`, and what makes its kernels, these things by their names."""
+
+    def set_in_both(values: dict[str, Any]) -> None:
+        for module, (name, value) in itertools.product(
+            (cuda_copies, chunk_kernels), values.items()
+        ):
+            monkeypatch.setattr(module, name, value, raising=False)
+
+    return set_in_both
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kvstrata.gpu_runtime import adopt, cuda_copies, cuda_driver
+from kvstrata.gpu_runtime.cuda_chunks import HEADER
 from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 from kvstrata.gpu_runtime.hurry import Hurry
@@ -90,15 +91,14 @@ class Driver:
 
 
 @pytest.fixture
-def driver(fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(fake_torch: Any, stand_in: Callable[[dict[str, Any]], None]) -> Driver:
     Event.log, Event.slept, Event.asked = [], [], None
     driver = Driver()
-    for name, value in {
+    stand_in({
         "torch": fake_torch, "ReusedEvent": Event, "HAS_TRITON": False, "cuda_driver": driver,
         "DIRECT_BYTES": PIECES[-2], "compiled": lambda: None,
         "time": SimpleNamespace(sleep=Event.sleep),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(cuda_copies, name, value)
+    })  # fmt: skip
     return driver
 
 
@@ -161,6 +161,7 @@ def test_every_byte_goes_where_it_should(
         copy = PageCopy(memory, numbers, there, places, part)
         for one in slices_of(copy, int(rng.choice([1, memory.page_bytes * 3, 1 << 30]))):
             copies.copy(one)
+        assert not copies.is_late
         assert (host == want[0]).all()
         assert (device == want[1]).all()
 
@@ -197,12 +198,16 @@ def test_who_waits_for_whom(
 
     def refuse(*_: Any, **__: Any) -> None:
         Event.log.clear()
-        raise cuda_driver.CudaCopyError("planted")
+        planted()
 
     driver.copy_batch = refuse  # type: ignore[method-assign]
     with pytest.raises(cuda_driver.CudaCopyError):
         copies.copy(copy)
     assert set(Event.log[-2:]) == {free, full}
+
+
+def planted(*_: Any, **__: Any) -> None:
+    raise cuda_driver.CudaCopyError("planted")
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -220,27 +225,29 @@ def test_calls_of_a_direct_copy(
     assert driver.calls == [n * 65536 for n in want]
 
 
+@pytest.mark.parametrize("is_followed", [True, False])
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("out", [True, False])
 def test_chunks_of_a_copy_are_about_as_large(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, idle: bool
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, out: bool, idle: bool, is_followed: bool
 ) -> None:
     """But the first is short where the bus waits for it to be gathered, and the last into the
-    device."""
+    device, where nothing follows."""
     memory, _ = pool(np.random.default_rng(1), 2, 9, 64)
     monkeypatch.setattr(cuda_copies, "FIRST_CHUNK_BYTES", memory.page_bytes)
     monkeypatch.setattr(cuda_copies, "LAST_CHUNK_BYTES", 2 * memory.page_bytes)
     monkeypatch.setattr(Event, "passed", idle)
     copies = made(out=out, chunk_bytes=4 * memory.page_bytes)
     host = np.zeros((9, memory.page_bytes), np.uint8)
-    copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9)))
-    want = (4, 3, 2) if not out else (1, 4, 4) if idle else (3, 3, 3)
+    copies.copy(PageCopy(memory, np.arange(9), host, np.arange(9), is_followed=is_followed))
+    short = (1, 4, 4) if out else (4, 3, 2)
+    want = short if (idle if out else not is_followed) else (3, 3, 3)
     assert driver.calls == [n * memory.page_bytes for n in want]
 
 
 @pytest.fixture
 def capture(
-    driver: Driver, fake_torch: Any, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, fake_torch: Any, stand_in: Callable[[dict[str, Any]], None]
 ) -> Callable[[str], None]:
     """Kernels are names: what is captured now is that of the pool that was named last."""
     now = [""]
@@ -257,9 +264,8 @@ def capture(
     captured: list[str] = []
     fake_torch.captured = captured
     for name in ("fetch_order", "move_pieces"):
-        note = lambda *_, name=name, **__: captured.append(name)  # noqa: E731
-        monkeypatch.setattr(cuda_copies, name, note, raising=False)
-    monkeypatch.setattr(cuda_copies, "HAS_TRITON", True)
+        stand_in({name: lambda *_, name=name, **__: captured.append(name)})
+    stand_in({"HAS_TRITON": True})
     return lambda name: now.__setitem__(0, name)
 
 
@@ -306,7 +312,7 @@ def run_order(copies: CudaCopies, number: int, _: object) -> None:
     there = step.pinned if copies._out else step.order  # the kernel fetches it, or the copy did
     layout, order = memory.layout, there.tolist()
     count, first, pieces, page_words, at, has_places = order[:6]
-    names = order[cuda_copies.HEADER :]
+    names = order[HEADER:]
     word, base = layout.word_bytes, memory.first_word.data_ptr()
     for i in range(count):
         place = names[count + i] if has_places else i

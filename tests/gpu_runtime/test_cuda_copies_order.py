@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstrata.gpu_runtime import adopt, cuda_copies
+from kvstrata.gpu_runtime import adopt
 from kvstrata.gpu_runtime.cuda_chunks import Step
 from kvstrata.gpu_runtime.cuda_copies import CudaCopies
 from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
@@ -92,7 +92,9 @@ class World:
 
 
 @pytest.fixture
-def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(
+    seed: int, part_of_ten: int, fake_torch: Any, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> World:
     world = World((seed, part_of_ten))
     world.owner.cuda = fake_torch.cuda.Stream(priority=-1)
     world.owner.cuda.name = "owner"
@@ -149,24 +151,23 @@ def world(seed: int, part_of_ten: int, fake_torch: Any, monkeypatch: pytest.Monk
         CudaCopyError=CudaCopyError, has_batches=lambda: True, copy_batch=copy_batch,
         no_collection=nullcontext, launch=launch, instantiate=instantiate, destroy=lambda _: None,
     )  # fmt: skip
-    for name, value in {
+    stand_in({
         "torch": fake_torch, "ReusedEvent": Event, "cuda_driver": driver,
         "HAS_TRITON": True, "compiled": lambda: None,
         "fetch_order": lambda *_: None, "move_pieces": lambda *_, **__: None,
         "DIRECT_BYTES": 512, "FIRST_BYTES": 1000, "CALL_BYTES": 3000, "FIRST_CHUNK_BYTES": 300,
         "LAST_CHUNK_BYTES": 300,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(cuda_copies, name, value, raising=False)
+    })  # fmt: skip
     # A lambda, as a method of `world` would not be one of the step.
     noted = lambda step, copy, **more: world.write_order(step, copy, **more)  # noqa: E731, PLW0108
     monkeypatch.setattr(Step, "write_order", noted)
     return world
 
 
-def made(world: World, pools: list[DevicePages]) -> CudaCopies:
+def made(world: World, pools: list[DevicePages], *, out: bool | None = None) -> CudaCopies:
     """With a ring of a random size; the graph of a step is its number."""
     ring = int(world.rng.choice([2, 4, 16]))
-    world.is_out = bool(world.rng.integers(2))
+    world.is_out = bool(world.rng.integers(2)) if out is None else out
     copies = CudaCopies(
         torch.device("cpu"),
         world.owner,
@@ -202,12 +203,67 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
         pages = np.arange(world.rng.integers(1, 20))
         slots = world.rng.permutation(PAGES)[: len(pages)]
         world.calls_left = int(world.rng.integers(24)) if fails else 0
+        is_followed = bool(world.rng.integers(2))
         try:
-            copies.copy(PageCopy(memory, pages, host, slots))
+            copies.copy(PageCopy(memory, pages, host, slots, is_followed=is_followed))
         except CudaCopyError:
             assert fails
         world.calls_left = 0
+        assert not copies.is_late or is_followed or fails
+        if world.rng.integers(4) == 0:
+            copies.catch_up()
+        if copies.is_late:
+            continue
         last = {s.name: world.clock(s).get(s.name, 0) for s in copies.streams}
         for name, number in last.items():
             behind = world.clock(world.owner.cuda).get(name, 0)
             assert behind >= number, f"the stream is not behind {name}"
+
+
+@pytest.mark.parametrize("follower", ["a copy", "a direct copy", "nothing", "one that fails"])
+@pytest.mark.parametrize("part_of_ten", [1])
+def test_a_followed_copy_ends_with_what_follows(
+    world: World, part_of_ten: int, follower: str
+) -> None:
+    """Into the device: its last kernel is launched when the next copy is on the bus, so that this
+    does not wait for the host. What is to be behind it comes before any other kernel. A copy that
+    fails meanwhile changes nothing of that."""
+    pools = [
+        adopt([torch.zeros((PAGES, size), dtype=torch.uint8) for _ in range(2)], page_axis=0)
+        for size in (64, 512)
+    ]
+    del part_of_ten
+    copies = made(world, pools, out=False)
+    kernels, bus = copies.streams
+    for _ in range(10):
+        memory, count = pools[0], int(world.rng.integers(1, 20))
+        pages, host = np.arange(count), np.zeros((PAGES, memory.page_bytes), np.uint8)
+        copies.copy(PageCopy(memory, pages, host, pages, is_followed=True))
+        assert copies.is_late
+        launched, copied = number_of(world, kernels), number_of(world, bus)
+        behind: list[tuple[int, int]] = []
+        now = lambda: (number_of(world, kernels), number_of(world, bus))  # noqa: E731
+        copies.behind.append(lambda behind=behind, now=now: behind.append(now()))
+        if follower == "one that fails":
+            world.calls_left = int(world.rng.integers(1, 3))  # before it has copied anything
+            with pytest.raises(CudaCopyError):
+                copies.copy(PageCopy(memory, pages, host, pages))
+            assert copies.is_late
+            assert not behind
+            world.calls_left = 0
+            copied = number_of(world, bus)
+        if follower == "nothing":
+            copies.catch_up()
+        else:
+            direct = follower == "a direct copy"
+            memory = pools[direct]
+            host = np.zeros((PAGES, memory.page_bytes), np.uint8)
+            copies.copy(PageCopy(memory, pages, host, pages, is_followed=direct))
+        assert behind == [(launched + 1, copied + (follower == "a copy"))]
+        assert not copies.is_late
+        assert not copies.behind
+
+
+def number_of(world: World, stream: Any) -> int:
+    """How much has been enqueued there."""
+    return world.clock(stream).get(stream.name, 0)

@@ -48,6 +48,25 @@ class FakeStream:
         self.waited.append(event)
 
 
+class FakeCopies:
+    """Late when a test says so."""
+
+    def __init__(self) -> None:
+        self.is_late = False
+        self.behind: list[Callable[[], None]] = []
+        self.caught_up: list[str] = []
+        """By which threads."""
+
+    def catch_up(self) -> None:
+        if self.is_late:
+            self.is_late = False
+            self.caught_up.append(threading.current_thread().name)
+            while self.behind:
+                self.behind.pop(0)()
+
+    def close(self) -> None: ...
+
+
 class Registry:
     """`cudaHostRegister` and its undoing; refuses the addresses in `refuses`."""
 
@@ -91,8 +110,7 @@ def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]
         set_stream=lambda stream: None,
     )  # fmt: skip
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=gpu, device=torch.device, zeros=fail))
-    copies = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(cuda, "CudaCopies", lambda *_, **__: copies)
+    monkeypatch.setattr(cuda, "CudaCopies", lambda *_, **__: FakeCopies())
     monkeypatch.setattr(cuda, "ReusedEvent", InstantEvent)
     left_alone: list[int] = []
     leave = lambda: left_alone.append(threading.get_ident())  # noqa: E731
@@ -162,8 +180,7 @@ def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: b
     else:
         device.compute.wait_event(event)
         assert device.compute.record().wait(LONG_S)
-    assert others == [False]
-    assert not hurry
+    assert (others, bool(hurry)) == ([False], False)
     with hurry:
         with hurry:
             pass
@@ -228,6 +245,45 @@ def test_what_a_copy_comes_behind_is_waited_for_on_the_host(device: Any, in_a_hu
     work.open()
     assert behind.wait(LONG_S)
     assert not device.d2h.hurry._sleepers
+
+
+def leave_late(device: Any) -> Any:
+    """A followed copy into the device: the event behind it, and what shuts out what follows."""
+    gate = Gate(shut=True)
+    device.h2d.enqueue(lambda: setattr(device._copies_in, "is_late", True), 7)
+    event = device.h2d.record()
+    device.h2d.enqueue(gate.pass_through)
+    gate.wait_for_one()
+    assert not event.recorded.is_set()
+    return event, gate
+
+
+@pytest.mark.parametrize("end", ["nothing comes", "a copy", "a wait", "the end"])
+def test_what_is_late_does_not_stay_so(device: Any, end: str) -> None:
+    """When nothing follows, before the stream waits for anything, and at its end."""
+    event, gate = leave_late(device)
+    if end == "a copy":
+        device.h2d.enqueue(device._copies_in.catch_up)
+    elif end == "a wait":
+        device.h2d.wait_event(device.compute.new_event())  # never recorded
+    elif end == "the end":
+        device.h2d._queue.put(None)
+    gate.open()
+    device.await_unless_broken(event.wait)
+    assert device._copies_in.caught_up == ["kvstrata-h2d"]
+    assert device._timeline.totals()["h2d"].nbytes == 7
+    assert device.fault is None
+    if end == "a wait":
+        device.fault = MemoryError("planted")  # nobody would ever wake it
+
+
+def test_an_event_that_cannot_be_recorded_late_breaks_the_device(device: Any) -> None:
+    """Not the copy that is enqueued meanwhile."""
+    event, gate = leave_late(device)
+    event.cuda.record = lambda _: broken()
+    gate.open()
+    with pytest.raises(IntegrityError, match="planted"):
+        device.await_unless_broken(event.wait)
 
 
 def test_who_spins_and_what_is_used_again(device: Any) -> None:

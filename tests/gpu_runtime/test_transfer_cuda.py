@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ HOST_BYTES = 64 << 20
 
 
 @pytest.fixture(params=["as it is", "by Python", "one by one", "without triton"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def device(
+    request: pytest.FixtureRequest, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """A device with tiny chunks; in turn without what a driver or an installation may lack."""
     from kvstrata.gpu_runtime import cuda_copies
     from kvstrata.gpu_runtime.cuda import CudaDevice
 
     if request.param == "without triton":
-        monkeypatch.setattr(cuda_copies, "HAS_TRITON", False)
+        stand_in({"HAS_TRITON": False})
     elif request.param == "by Python":
         monkeypatch.setattr(cuda_copies, "compiled", lambda: None)
     device = CudaDevice(Timeline(), chunk_bytes=600_000)
@@ -59,6 +62,7 @@ class Mover:
     def __init__(self, device: Any, memory: DevicePages, host: np.ndarray[Any, Any]) -> None:
         self.device, self.memory = device, memory
         self.in_a_hurry = itertools.cycle([False, False, True, True])
+        self.is_followed = itertools.cycle([False, False, False, True, True])
         stride = aligned(memory.page_bytes)
         self.host = host[: SLOTS * stride].reshape(SLOTS, stride)
         chunks = [min(CHUNK_PAGES, SLOTS - at) * stride for at in range(0, SLOTS, CHUNK_PAGES)]
@@ -77,6 +81,7 @@ class Mover:
     ) -> None:
         host: Any = self.host if chunk is None else chunk
         copy = PageCopy(self.memory, np.asarray(pages), host, np.asarray(slots), part)
+        copy = replace(copy, is_followed=next(self.is_followed))
         stream = self.device.d2h if out else self.device.h2d
         run: Callable[[PageCopy], None] = self.device.copy_out if out else self.device.copy_in
         with stream.hurry if next(self.in_a_hurry) else nullcontext():
