@@ -134,7 +134,7 @@ class CudaStream(CpuStream):
         span = self._spare_spans.popleft() if self._spare_spans else _Span(self.cuda)
         span.nbytes = nbytes
         may_block = not self._copies  # a model's launches fill the stream
-        span.start.record(self.cuda, may_block=may_block)
+        self._afterwards(partial(span.start.record, self.cuda, may_block=may_block))
         work()
         self._afterwards(partial(self._end, span, may_block=may_block))
 

@@ -16,7 +16,8 @@ ends a copy is the stream that others wait for.
 A stream that waits on the GPU asks for its event again and again, on one of the two ways by which
 the GPU takes launches, and the streams that share it, about half of all, launch slower: a loop of
 launches beside copies into the device lost 29 % on one of those, else 11 %. So the host launches
-kernels when their chunk is there, as long as nobody waits for the rest to be enqueued (`Hurry`).
+kernels when their chunk is there, as long as nobody waits for the rest to be enqueued (`Hurry`);
+the last one of a copy into the device when the next copy is on the bus, where that is at hand.
 
 Storage that reaches the device itself (GPUDirect) moves whole pages to and from chunks of its own
 there. Between those and pages small pieces go by the same kernels, large ones directly as well.
@@ -77,8 +78,8 @@ is long: other threads' calls wait for it."""
 FIRST_CHUNK_BYTES = 8 << 20
 """Out of the device where nothing moves yet: a chunk is gathered before it moves."""
 LAST_CHUNK_BYTES = 16 << 20
-"""Into the device: the kernel of the last chunk waits on the GPU, so that the thread can go on to
-the next copy while it moves (0.3 ms)."""
+"""Into the device, where no copy follows at once: the kernel of the last chunk waits on the GPU,
+for 0.3 ms."""
 RING = 24
 """Chunks that may be enqueued at once. Even. More than `CopyQueue` lets be under way, of pages of
 16 KiB and more; else the enqueueing thread waits for the first of them."""

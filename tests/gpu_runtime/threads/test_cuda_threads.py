@@ -1,19 +1,14 @@
-"""The threads of `CudaStream` when something breaks, and registered memory, without a GPU: a GPU
-that has done everything at once stands in for it. What a real one orders is in `test_cuda.py`."""
+"""The threads of `CudaStream` when something breaks, and registered memory, without a GPU."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvstrata.errors import ConfigError, IntegrityError
 from kvstrata.gpu_runtime import Timeline, cuda
@@ -22,107 +17,6 @@ from kvstrata.gpu_runtime.testing import Gate
 
 LONG_S = 20.0
 """Longer than any of these tests may take: who waits for a deadline of this is seen."""
-
-
-class InstantEvent:
-    now_ms = 0.0
-
-    def __init__(self, stream: object = None, **kind: bool) -> None:
-        self.kind = kind
-        self.synchronize: Callable[[], None] = lambda: None
-        self.record(stream)
-
-    def record(self, stream: object = None, *, may_block: bool = False) -> None:
-        del stream, may_block
-        self.ms = InstantEvent.now_ms
-
-    def ms_until(self, later: InstantEvent) -> float:
-        return float(np.float32(later.ms - self.ms))
-
-
-class FakeStream:
-    def __init__(self) -> None:
-        self.waited: list[object] = []
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-
-class FakeCopies:
-    """Late when a test says so."""
-
-    def __init__(self) -> None:
-        self.is_late = False
-        self.behind: list[Callable[[], None]] = []
-        self.caught_up: list[str] = []
-        """By which threads."""
-
-    def catch_up(self) -> None:
-        if self.is_late:
-            self.is_late = False
-            self.caught_up.append(threading.current_thread().name)
-            while self.behind:
-                self.behind.pop(0)()
-
-    def close(self) -> None: ...
-
-
-class Registry:
-    """`cudaHostRegister` and its undoing; refuses the addresses in `refuses`."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.refuses: set[int] = set()
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        del flags
-        if address in self.refuses:
-            return 2
-        self.registered[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
-
-
-@pytest.fixture
-def registry() -> Registry:
-    return Registry()
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Iterator[Any]:
-    stream, made = FakeStream(), list[int]()
-
-    def make(device: object, priority: int) -> FakeStream:
-        del device
-        made.append(priority)
-        return stream
-
-    def fail(*args: Any, **more: Any) -> None:
-        raise RuntimeError("the error of the call before")
-
-    gpu = SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 1, cudart=lambda: registry,
-        Event=InstantEvent, Stream=make, current_stream=lambda *_: stream,
-        device=lambda device: nullcontext(), set_device=lambda device: None,
-        set_stream=lambda stream: None,
-    )  # fmt: skip
-    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=gpu, device=torch.device, zeros=fail))
-    monkeypatch.setattr(cuda, "CudaCopies", lambda *_, **__: FakeCopies())
-    monkeypatch.setattr(cuda, "ReusedEvent", InstantEvent)
-    left_alone: list[int] = []
-    leave = lambda: left_alone.append(threading.get_ident())  # noqa: E731
-    monkeypatch.setattr(cuda.cuda_driver, "leave_captures_alone", leave)
-    monkeypatch.setattr(InstantEvent, "now_ms", 0.0)
-    device = cuda.CudaDevice(Timeline())
-    assert made == [0, -1, -1], "kernels of copies do not wait for a model's"
-    yield device
-    device.close(LONG_S)
-    streams = (device.compute, device.h2d, device.d2h)
-    threads = {t.ident for s in streams for t in (s._thread, s._completer)}
-    assert threads <= set(left_alone), "a model captures graphs meanwhile"
 
 
 def close_at_once(device: Any) -> bool:
@@ -139,10 +33,10 @@ def broken() -> None:
     raise MemoryError("planted")
 
 
-def test_order_and_completions(device: Any, registry: Registry) -> None:
+def test_order_and_completions(device: Any, registry: Any) -> None:
     device.pin(4096, [100, 50])
     heard: list[str] = []
-    follower = FakeStream()
+    follower = type(device.compute.cuda)()
     device.compute.followers.append(follower)
     work, callback = Gate(shut=True), Gate(shut=True)
     device.h2d.enqueue(work.pass_through)
@@ -247,45 +141,6 @@ def test_what_a_copy_comes_behind_is_waited_for_on_the_host(device: Any, in_a_hu
     assert not device.d2h.hurry._sleepers
 
 
-def leave_late(device: Any) -> Any:
-    """A followed copy into the device: the event behind it, and what shuts out what follows."""
-    gate = Gate(shut=True)
-    device.h2d.enqueue(lambda: setattr(device._copies_in, "is_late", True), 7)
-    event = device.h2d.record()
-    device.h2d.enqueue(gate.pass_through)
-    gate.wait_for_one()
-    assert not event.recorded.is_set()
-    return event, gate
-
-
-@pytest.mark.parametrize("end", ["nothing comes", "a copy", "a wait", "the end"])
-def test_what_is_late_does_not_stay_so(device: Any, end: str) -> None:
-    """When nothing follows, before the stream waits for anything, and at its end."""
-    event, gate = leave_late(device)
-    if end == "a copy":
-        device.h2d.enqueue(device._copies_in.catch_up)
-    elif end == "a wait":
-        device.h2d.wait_event(device.compute.new_event())  # never recorded
-    elif end == "the end":
-        device.h2d._queue.put(None)
-    gate.open()
-    device.await_unless_broken(event.wait)
-    assert device._copies_in.caught_up == ["kvstrata-h2d"]
-    assert device._timeline.totals()["h2d"].nbytes == 7
-    assert device.fault is None
-    if end == "a wait":
-        device.fault = MemoryError("planted")  # nobody would ever wake it
-
-
-def test_an_event_that_cannot_be_recorded_late_breaks_the_device(device: Any) -> None:
-    """Not the copy that is enqueued meanwhile."""
-    event, gate = leave_late(device)
-    event.cuda.record = lambda _: broken()
-    gate.open()
-    with pytest.raises(IntegrityError, match="planted"):
-        device.await_unless_broken(event.wait)
-
-
 def test_who_spins_and_what_is_used_again(device: Any) -> None:
     """A host thread spins for the end of a copy alone: not for a slice, nor for a model's step."""
     assert not device.h2d.new_event().cuda.kind["blocking"]
@@ -307,7 +162,7 @@ def test_times_stay_exact(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     zero_s, now_ms = device._zero[1], 0.0
     for step_ms in np.random.default_rng(1).uniform(40e3, 60e3, 500):
         now_ms += step_ms
-        monkeypatch.setattr(InstantEvent, "now_ms", now_ms)
+        monkeypatch.setattr(type(device._zero[0]), "now_ms", now_ms)
         device.h2d.enqueue(lambda: None, 1)
         assert device.h2d.record().wait(LONG_S)
         start_s, _ = device._timeline._spans["h2d"][-1]
@@ -355,7 +210,7 @@ def test_a_callback_that_raises_breaks_the_device(device: Any) -> None:
     close_at_once(device)
 
 
-def test_nobody_waits_for_a_stream_that_broke(device: Any, registry: Registry) -> None:
+def test_nobody_waits_for_a_stream_that_broke(device: Any, registry: Any) -> None:
     """Its events are never recorded. What is registered stays: something may still copy."""
     device.pin(4096, [100])
     gate = Gate(shut=True)
@@ -389,7 +244,7 @@ def broken_by_the_gpu() -> None:
     raise RuntimeError("an illegal memory access")
 
 
-def test_memory_that_is_refused_costs_only_itself(device: Any, registry: Registry) -> None:
+def test_memory_that_is_refused_costs_only_itself(device: Any, registry: Any) -> None:
     """Copies of what was pinned before go on: it must stay pinned."""
     device.pin(4096, [100, 50])
     registry.refuses.add(9100)
