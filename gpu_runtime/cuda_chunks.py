@@ -14,9 +14,9 @@ import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,10 +42,8 @@ COMPILE_S = 60.0
 PAUSE = 440
 """The host sleeps a nanosecond for so many bytes of a chunk from one look whether the chunk before
 is ready to the next: an eighth of the time that it moves, at 55 GB/s. A timer adds 0.06 ms."""
-NOTHING = (-1, 0)
-"""Is late."""
-_LATE = -4
-"""Where the loop tells it."""
+_STOPS = -3
+"""Where the loop tells whether it has stopped behind the kernel that was late."""
 _compiling = threading.Lock()
 _REFUSED = (
     "cuEventSynchronize", "cuStreamWaitEvent", "cuEventQuery", "cuGraphLaunch", "cuEventRecord",
@@ -182,14 +180,15 @@ class ChunkLoop:
         kernels: int,
         bus: int,
         out: bool,
-        late: tuple[int, int] = NOTHING,
-        leaves: bool = False,
-    ) -> tuple[int, int, int, str]:
+        late: tuple[int, int] | None,
+        caught_up: Callable[[], None],
+        leaves: bool,
+    ) -> tuple[int, int, str]:
         """Enqueue `nbytes` of each page in chunks that begin at `borders`, from step `turn` on, by
         the kernels that were added as `number`. Streams are handles. `late`: the turn and number of
-        a kernel that a call before left, as this one `leaves` its last. Returns the next turn and
-        the one that is late; and the driver's code and the name of the call that it refused: there
-        it stops."""
+        a kernel that another copy left, as this one `leaves` its last; `caught_up` is called when
+        it is launched, and nothing behind it. Returns the next turn, and the driver's code and the
+        name of the call that it refused: there it stops."""
         pieces, word = copy.pieces, copy.memory.layout.word_bytes
         assert len(copy.slots) == len(copy.pages) == borders[-1], "chunks of all pages"
         assert max((end - at for at, end in pairwise(borders)), default=0) <= self._most_pages
@@ -200,8 +199,8 @@ class ChunkLoop:
                 copy.part_address, copy.host_step, nbytes,
                 joins, copy.memory.host_chunk_pages,
                 HEADER, pieces.start, len(pieces), nbytes // word,
-                len(borders) - 1,
-                late[0], self._graphs[late[1]][late[0]], leaves, 0,
+                len(borders) - 1, 0,
+                *((late[0], self._graphs[late[1]][late[0]], 1) if late else (-1, 0, 0)), leaves, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -210,5 +209,9 @@ class ChunkLoop:
             np.ascontiguousarray(copy.pages, np.int64),
             np.ascontiguousarray(copy.slots, np.int64), self._scratch, job,
         )  # fmt: skip
-        code = int(self._function(*[cuda_driver.pointer(array) for array in arrays]))
-        return int(job[0]), int(job[_LATE]), code, _REFUSED[job[-1]]
+        run = partial(self._function, *[cuda_driver.pointer(array) for array in arrays])
+        code = int(run())
+        if late and not job[_STOPS]:
+            caught_up()
+            code = code or int(run())
+        return int(job[0]), code, _REFUSED[job[-1]]

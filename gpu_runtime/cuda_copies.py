@@ -32,7 +32,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -43,7 +42,6 @@ from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
 from kvstrata.gpu_runtime.chunk_kernels import HAS_TRITON, ORDER_PAGES, capture, new_steps
 from kvstrata.gpu_runtime.cuda_chunks import (
-    NOTHING,
     PAUSE,
     ChunkLoop,
     Step,
@@ -259,29 +257,26 @@ class CudaCopies:
     def _through_chunks(self, copy: PageCopy) -> None:
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
         borders = self._borders(copy, nbytes)
-        run = self._by_python if self._loop is None else partial(self._by_c, self._loop)
         if self._late is not None and self._late.step is not self._steps[self._turn - 1]:
             self.catch_up()  # a copy has failed since: its chunk is the next one
-        if self._late is not None and len(borders) > 1:  # what is behind that need not wait longer
-            run(copy.some(slice(borders[1])), borders[:2], nbytes, leaves=True)
-            copy = copy.some(slice(borders[1], None))
-            borders = [border - borders[1] for border in borders[1:]]
-        run(copy, borders, nbytes, leaves=copy.is_followed and not self._out)
+        leaves = copy.is_followed and not self._out
+        if self._loop is None:
+            self._by_python(copy, borders, nbytes, leaves=leaves)
+        else:
+            self._by_c(self._loop, copy, borders, nbytes, leaves=leaves)
 
     def _by_c(
         self, loop: ChunkLoop, copy: PageCopy, borders: list[int], nbytes: int, *, leaves: bool
     ) -> None:
         late, number = self._late, self._number_of(copy.memory)
-        self._turn, left, code, call = loop.run(
+        self._turn, code, call = loop.run(
             copy, borders, number, self._turn, nbytes=nbytes, joins=_joins(copy, nbytes),
             out=self._out, kernels=self._kernels.cuda_stream, bus=self._bus.cuda_stream,
-            late=NOTHING if late is None else (late.step.turn, late.number), leaves=leaves,
+            late=late and (late.step.turn, late.number), caught_up=self._caught_up, leaves=leaves,
         )  # fmt: skip
-        if late is not None and left != late.step.turn:
-            self._caught_up()
         cuda_driver.check(code, call)
         if leaves and len(borders) > 1:
-            self._late = Late(number, copy, self._steps[left])
+            self._late = Late(number, copy, self._steps[self._turn - 1])
 
     def _by_python(self, copy: PageCopy, borders: list[int], nbytes: int, *, leaves: bool) -> None:
         number = self._number_of(copy.memory)

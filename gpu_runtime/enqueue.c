@@ -49,10 +49,12 @@ typedef struct {
     int64_t border;          /* but no run crosses a multiple of it */
     int64_t header, first_piece, pieces, page_words;
     int64_t chunks;
+    int64_t chunk;     /* the one that is next; told back */
     int64_t late;      /* the step whose kernel is next, its pages being on their way; -1: none; told
                           back */
     Handle late_graph; /* the kernel */
-    int64_t leaves;    /* the last kernel is left to the next call */
+    int64_t stops;     /* behind the kernel that is late when it begins; told back: 0, then it has */
+    int64_t leaves;    /* the last kernel stays late */
     int64_t refused;   /* told back: which call was, see below */
 } Copy;
 
@@ -127,17 +129,20 @@ static int move_late(const Driver *driver, const Step *steps, Copy *copy)
 
 /* `borders`: where the chunks begin in `pages` and `slots`, and the end. `scratch`: three numbers
  * for each page of a chunk, and three more. Returns the driver's code when it refuses a call, and
- * stops there. */
+ * stops there. Called again after it has stopped by itself, it goes on. */
 int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *graphs,
                      const int64_t *borders, const int64_t *pages, const int64_t *slots,
                      int64_t *scratch, Copy *copy)
 {
-    for (int64_t k = 0; k < copy->chunks; k++) {
-        const int64_t at = borders[k], count = borders[k + 1] - at, turn = copy->turn;
+    while (copy->chunk < copy->chunks) {
+        const int64_t at = borders[copy->chunk], count = borders[copy->chunk + 1] - at;
+        const int64_t turn = copy->turn;
+        const int is_late = copy->late >= 0;
         const Step *before = &steps[(turn + copy->ring - 2) % copy->ring], *step = &steps[turn];
         int64_t *there = scratch, *here = there + count + 1, *lengths = here + count + 1;
         size_t runs = 0;
 
+        copy->chunk++;
         copy->turn = (turn + 1) % copy->ring;
         TRY(SYNCHRONIZE, driver->synchronize(step->moved));
         for (int64_t i = 0; i < count; i++) {
@@ -163,7 +168,7 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
         TRY(COPY_BATCH, copy->out ? copy_batch(driver, here, there, lengths, runs, copy->bus)
                                   : copy_batch(driver, there, here, lengths, runs, copy->bus));
         TRY(RECORD, driver->record(step->bussed, copy->bus));
-        if (copy->late >= 0) {
+        if (is_late) {
             const Handle event = steps[copy->late].bussed;
             PASS(come_behind(driver, copy, event, count * copy->nbytes));
             PASS(move_late(driver, steps, copy));
@@ -172,10 +177,15 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
             copy->late = turn;
             copy->late_graph = graphs[turn];
         }
+        if (is_late && copy->stops) {
+            copy->stops = 0;
+            return 0;
+        }
     }
     if (copy->late >= 0 && !copy->leaves) {
         TRY(WAIT, driver->wait(copy->kernels, steps[copy->late].bussed, 0));
         PASS(move_late(driver, steps, copy));
+        copy->stops = 0;
     }
     return 0;
 }
