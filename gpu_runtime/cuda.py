@@ -73,7 +73,8 @@ class CudaStream(CpuStream):
         self, name: str, timeline: Timeline, device: CudaDevice, *, copies: bool = False
     ) -> None:
         self._device = device
-        self._copies = copies
+        self._for_copies = copies
+        self._has_failed = False
         self.cuda = torch.cuda.Stream(device.torch_device, priority=-1 if copies else 0)
         self._after: list[Event] = []
         self._spans: list[_Span] = []
@@ -92,7 +93,7 @@ class CudaStream(CpuStream):
 
     def new_event(self) -> CudaEvent:
         """Somebody waits for it. Behind a copy, what is left to wait for is one slice at most."""
-        return CudaEvent(self.hurry, spins=self._copies)
+        return CudaEvent(self.hurry, spins=self._for_copies)
 
     def record(self, event: Event | None = None) -> Event:
         return super().record(event or CudaEvent(self.hurry))
@@ -107,33 +108,38 @@ class CudaStream(CpuStream):
             torch.cuda.set_stream(self.cuda)
             cuda_driver.leave_captures_alone()
             super()._run()
-            if self._device.fault is None:
+            if not self._has_failed:
                 self._catch_up()
 
     def _take(self) -> Item | None:
         if self._queue.empty():
             self._catch_up()
-        return super()._take()
+        return None if self._has_failed else super()._take()
 
     def _catch_up(self) -> None:
         if self.copies is not None:
             self.copies.catch_up()
 
     def _afterwards(self, what: Callable[[], None]) -> None:
-        """Do it when the stream is behind all copies: now, or as part of the next one."""
-        if self.copies is None or not self.copies.is_late:
+        """Do it when the stream is behind all copies."""
+        if self.copies is None:
             what()
         else:
-            self.copies.behind.append(partial(self._do_or_break, what))
+            self.copies.afterwards(partial(self._do_or_fail, what))
 
-    def _do_or_break(self, what: Callable[[], None]) -> None:
-        with self._breaks_the_device():  # it is no fault of the copy that runs now
-            what()
+    def _do_or_fail(self, what: Callable[[], None]) -> None:
+        if not self._has_failed:
+            with self._breaks_the_device():  # it is no fault of the copy that runs now
+                what()
+
+    def fail(self, error: BaseException) -> None:
+        self._has_failed = True
+        self._device.fault = self._device.fault or error
 
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         span = self._spare_spans.popleft() if self._spare_spans else _Span(self.cuda)
         span.nbytes = nbytes
-        may_block = not self._copies  # a model's launches fill the stream
+        may_block = not self._for_copies  # a model's launches fill the stream
         self._afterwards(partial(span.start.record, self.cuda, may_block=may_block))
         work()
         self._afterwards(partial(self._end, span, may_block=may_block))
@@ -156,7 +162,7 @@ class CudaStream(CpuStream):
     def _wait_now(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
         self._catch_up()
-        if self._copies:
+        if self._for_copies:
             self.hurry.sleep_until(event, self._device.await_unless_broken)
         self._device.await_recorded(event)
         for stream in (self.cuda, *self.followers):
@@ -179,7 +185,7 @@ class CudaStream(CpuStream):
             yield
         except BaseException as exc:
             logger.exception("stream %s failed", self.name)
-            self._device.fault = self._device.fault or exc
+            self.fail(exc)
 
     def _complete_one(self, event: CudaEvent) -> None:
         for before in event.after:  # these may take long: nobody spins meanwhile

@@ -42,14 +42,27 @@ COMPILE_S = 60.0
 PAUSE = 440
 """The host sleeps a nanosecond for so many bytes of a chunk from one look whether the chunk before
 is ready to the next: an eighth of the time that it moves, at 55 GB/s. A timer adds 0.06 ms."""
-_STOPS = -3
-"""Where the loop tells whether it has stopped behind the kernel that was late."""
+_STOPPED = -1
+"""Behind the kernel that was late."""
 _compiling = threading.Lock()
 _REFUSED = (
     "cuEventSynchronize", "cuStreamWaitEvent", "cuEventQuery", "cuGraphLaunch", "cuEventRecord",
     "a copy through chunks",
 )  # fmt: skip
 """By the numbers of `enqueue.c`."""
+
+
+class _Copy(ctypes.Structure):
+    """As in `enqueue.c`."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "turn", "ring", "out", "hurry", "pause", "kernels", "bus", "host", "host_step",
+            "nbytes", "joins", "border", "header", "first_piece", "pieces", "page_words", "chunks",
+            "chunk", "late", "late_graph", "stops", "leaves", "refused",
+        )
+    ]  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -134,7 +147,10 @@ def _compile_by(command: list[str]) -> Any:
     with TemporaryDirectory(prefix="kvstrata-", ignore_cleanup_errors=True) as folder:
         made = Path(folder, "enqueue.so")
         subprocess.run(
-            [*command, "-std=c11", "-O2", "-shared", "-fPIC", "-o", str(made), str(SOURCE)],
+            [
+                *command, "-std=c11", "-O2", "-shared", "-fPIC",
+                f"-DCOPY_BYTES={ctypes.sizeof(_Copy)}", "-o", str(made), str(SOURCE),
+            ],
             check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_S,
         )  # fmt: skip
         library = made.read_bytes()
@@ -193,25 +209,26 @@ class ChunkLoop:
         assert len(copy.slots) == len(copy.pages) == borders[-1], "chunks of all pages"
         assert max((end - at for at, end in pairwise(borders)), default=0) <= self._most_pages
         assert copy.memory.host_chunk_pages > 0
-        job = np.array(
-            [
-                turn, len(self._steps), out, self._hurry.word.ctypes.data, PAUSE, kernels, bus,
-                copy.part_address, copy.host_step, nbytes,
-                joins, copy.memory.host_chunk_pages,
-                HEADER, pieces.start, len(pieces), nbytes // word,
-                len(borders) - 1, 0,
-                *((late[0], self._graphs[late[1]][late[0]], 1) if late else (-1, 0, 0)), leaves, 0,
-            ],
-            np.int64,
+        job = _Copy(
+            turn=turn, ring=len(self._steps), out=out, hurry=self._hurry.word.ctypes.data,
+            pause=PAUSE, kernels=kernels, bus=bus, host=copy.part_address,
+            host_step=copy.host_step, nbytes=nbytes, joins=joins,
+            border=copy.memory.host_chunk_pages, header=HEADER, first_piece=pieces.start,
+            pieces=len(pieces), page_words=nbytes // word, chunks=len(borders) - 1, chunk=0,
+            late=-1, stops=late is not None, leaves=leaves,
         )  # fmt: skip
+        if late is not None:
+            job.late, job.late_graph = late[0], self._graphs[late[1]][late[0]]
         arrays = (
             self._driver, self._steps, self._graphs[number], np.array(borders, np.int64),
             np.ascontiguousarray(copy.pages, np.int64),
-            np.ascontiguousarray(copy.slots, np.int64), self._scratch, job,
+            np.ascontiguousarray(copy.slots, np.int64), self._scratch,
         )  # fmt: skip
-        run = partial(self._function, *[cuda_driver.pointer(array) for array in arrays])
+        pointers = [cuda_driver.pointer(array) for array in arrays]
+        run = partial(self._function, *pointers, ctypes.byref(job))
         code = int(run())
-        if late and not job[_STOPS]:
+        if code == _STOPPED:
             caught_up()
-            code = code or int(run())
-        return int(job[0]), code, _REFUSED[job[-1]]
+            job.stops = 0
+            code = int(run())
+        return int(job.turn), code, _REFUSED[job.refused]

@@ -32,6 +32,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -67,6 +68,9 @@ class CopyStream(Protocol):
     """They wait for every event that the stream waits for."""
     hurry: Hurry
     """Of who waits for the stream."""
+
+    def fail(self, error: BaseException) -> None:
+        """What was enqueued before this will never be complete."""
 
 
 FIRST_BYTES, CALL_BYTES = 4 << 20, 32 << 20
@@ -125,8 +129,8 @@ class CudaCopies:
         """Memory that was prepared, and where its pieces start: int64 words, on the device."""
         self._loop: ChunkLoop | None = None
         self._late: Late | None = None
-        self.behind: list[Callable[[], None]] = []
-        """Called when the kernel that `is_late` is launched, before any that comes next."""
+        self._behind: list[Callable[[], None]] = []
+        """Called when the kernel that is late is launched, before any that comes next."""
         self.batched = cuda_driver.has_batches()
 
     @property
@@ -134,31 +138,36 @@ class CudaCopies:
         """All that the copies run on."""
         return self._owner.cuda, self._follower
 
-    @property
-    def is_late(self) -> bool:
-        """Whether the stream is not behind the last copy yet."""
-        return self._late is not None
-
     def copy(self, copy: PageCopy) -> None:
         """Enqueue, while it moves unless anybody is in a hurry. Raises CudaCopyError and what torch
-        and Triton raise; the stream is behind what was enqueued all the same, or will be."""
+        and Triton raise; the stream is behind what was enqueued all the same. A kernel that a copy
+        before has left is launched then, too; if that cannot be, the stream fails."""
         torch.cuda.set_device(self._device)  # the driver's calls need this thread to have a context
         late = self._late
         try:
             self.prepare(copy.memory)
-            if not (self._is_direct(copy.memory) or copy.is_staged_on_device):
-                self._through_chunks(copy)
-                return
-            self.catch_up()
             if self._is_direct(copy.memory):
+                self.catch_up()
                 self._direct(copy)
-            else:
+            elif copy.is_staged_on_device:
+                self.catch_up()
                 self._on_device(copy)
+            else:
+                self._through_chunks(copy)
         except BaseException:
             if self._late is not late:
                 self._late = None  # it is of the copy that failed
             self._close_ranks()
+            self._end_late()
             raise
+
+    def afterwards(self, what: Callable[[], None]) -> None:
+        """Call `what`, which does not raise, when the stream is behind all copies: now, or as part
+        of the next one or of `catch_up`."""
+        if self._late is None:
+            what()
+        else:
+            self._behind.append(what)
 
     def catch_up(self) -> None:
         """The stream is behind all copies: the GPU waits for what is late."""
@@ -171,9 +180,18 @@ class CudaCopies:
         self._move(*self._late)
         self._caught_up()
 
+    def _end_late(self) -> None:
+        """No copy that comes next may find one here whose chunk it would use."""
+        try:
+            self.catch_up()
+        except cuda_driver.CudaCopyError as error:
+            self._late = None
+            self._behind.clear()
+            self._owner.fail(error)
+
     def _caught_up(self) -> None:
         self._late = None
-        behind, self.behind = self.behind, []
+        behind, self._behind = self._behind, []
         for what in behind:
             what()
 
@@ -191,6 +209,7 @@ class CudaCopies:
         pages that are larger than a chunk."""
         if self._is_direct(memory) or any(known is memory for known, _ in self._known):
             return
+        self.catch_up()  # what is made here may be in its way
         if memory.page_bytes > self._chunk_bytes:
             raise ConfigError(
                 f"a page has {memory.page_bytes} bytes, in pieces of {memory.layout.piece_bytes}: "
@@ -257,13 +276,8 @@ class CudaCopies:
     def _through_chunks(self, copy: PageCopy) -> None:
         nbytes = len(copy.pieces) * copy.memory.layout.piece_bytes
         borders = self._borders(copy, nbytes)
-        if self._late is not None and self._late.step is not self._steps[self._turn - 1]:
-            self.catch_up()  # a copy has failed since: its chunk is the next one
-        leaves = copy.is_followed and not self._out
-        if self._loop is None:
-            self._by_python(copy, borders, nbytes, leaves=leaves)
-        else:
-            self._by_c(self._loop, copy, borders, nbytes, leaves=leaves)
+        run = self._by_python if self._loop is None else partial(self._by_c, self._loop)
+        run(copy, borders, nbytes, leaves=copy.is_followed and not self._out)
 
     def _by_c(
         self, loop: ChunkLoop, copy: PageCopy, borders: list[int], nbytes: int, *, leaves: bool
@@ -335,12 +349,8 @@ class CudaCopies:
     ) -> tuple[Numbers, Numbers, Numbers]:
         """What single copies can cover of the host side, `nbytes` of each page, none across one of
         `borders`: first places in `copy.slots`, addresses, lengths in bytes."""
-        first, count = host_runs(
-            copy.slots,
-            copy.memory.host_chunk_pages,
-            joined=_joins(copy, nbytes),
-            borders=borders,
-        )
+        border, joined = copy.memory.host_chunk_pages, _joins(copy, nbytes)
+        first, count = host_runs(copy.slots, border, joined=joined, borders=borders)
         here = copy.part_address + copy.slots[first] * copy.host_step
         return first, here, count * nbytes
 

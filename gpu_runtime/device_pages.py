@@ -158,7 +158,8 @@ class PageCopy:
     slots: npt.NDArray[np.int64]
     part: slice = field(default_factory=lambda: WHOLE)
     is_followed: bool = False
-    """Another copy comes at once: its beginning may end this one."""
+    """Another copy comes at once on the same stream, and before any other work: its beginning may
+    end this one."""
 
     def some(self, some: slice | npt.NDArray[np.int64]) -> PageCopy:
         """The same with these of its pages."""

@@ -53,14 +53,16 @@ typedef struct {
     int64_t late;      /* the step whose kernel is next, its pages being on their way; -1: none; told
                           back */
     Handle late_graph; /* the kernel */
-    int64_t stops;     /* behind the kernel that is late when it begins; told back: 0, then it has */
+    int64_t stops;     /* behind the first kernel that is late */
     int64_t leaves;    /* the last kernel stays late */
     int64_t refused;   /* told back: which call was, see below */
 } Copy;
 
 enum { SYNCHRONIZE, WAIT, QUERY, LAUNCH, RECORD, COPY_BATCH };
 
-enum { NOT_READY = 600 };
+enum { NOT_READY = 600, STOPPED = -1 };
+
+_Static_assert(sizeof(Copy) == COPY_BYTES, "as `cuda_chunks` lays it out");
 
 #define TRY(number, call)               \
     do {                                \
@@ -129,7 +131,7 @@ static int move_late(const Driver *driver, const Step *steps, Copy *copy)
 
 /* `borders`: where the chunks begin in `pages` and `slots`, and the end. `scratch`: three numbers
  * for each page of a chunk, and three more. Returns the driver's code when it refuses a call, and
- * stops there. Called again after it has stopped by itself, it goes on. */
+ * ends there, or STOPPED; called again after that, it goes on. */
 int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *graphs,
                      const int64_t *borders, const int64_t *pages, const int64_t *slots,
                      int64_t *scratch, Copy *copy)
@@ -177,15 +179,14 @@ int kvstrata_enqueue(const Driver *driver, const Step *steps, const Handle *grap
             copy->late = turn;
             copy->late_graph = graphs[turn];
         }
-        if (is_late && copy->stops) {
-            copy->stops = 0;
-            return 0;
-        }
+        if (is_late && copy->stops)
+            return STOPPED;
     }
     if (copy->late >= 0 && !copy->leaves) {
         TRY(WAIT, driver->wait(copy->kernels, steps[copy->late].bussed, 0));
         PASS(move_late(driver, steps, copy));
-        copy->stops = 0;
+        if (copy->stops)
+            return STOPPED;
     }
     return 0;
 }

@@ -68,14 +68,11 @@ class CopyQueues:
         """Queue copies, group after group; returns the event behind each group. `result` gets the
         first error. `enqueued` is called on the stream's thread, behind the last."""
         move = self._device.copy_out if out else self._device.copy_in
-        end = groups[-1][-1]
         queued = [
             [
                 Slice(partial(_run, result, partial(move, part)), part.nbytes)
                 for copy in group
-                for part in slices_of(
-                    replace(copy, is_followed=copy is not end), self._device.copy_slice_bytes
-                )
+                for part in slices_of(copy, self._device.copy_slice_bytes)
             ]
             for group in groups
         ]

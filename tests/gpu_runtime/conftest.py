@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -50,17 +49,22 @@ def fake_torch() -> Any:
     )  # fmt: skip
 
 
+OF_TRITON = ("fetch_order", "move_pieces")
+"""Imported only where Triton is."""
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
     """Gives `CudaCopies`, and what makes its kernels, these things by their names."""
 
-    def set_in_both(values: dict[str, Any]) -> None:
-        for module, (name, value) in itertools.product(
-            (cuda_copies, chunk_kernels), values.items()
-        ):
-            monkeypatch.setattr(module, name, value, raising=False)
+    def set_where_it_is(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            homes = [m for m in (cuda_copies, chunk_kernels) if name in (*vars(m), *OF_TRITON)]
+            assert homes, f"nobody has {name}"
+            for module in homes:
+                monkeypatch.setattr(module, name, value, raising=False)
 
-    return set_in_both
+    return set_where_it_is
 
 
 @pytest.fixture

@@ -149,7 +149,8 @@ def world(fake_torch: Any, stand_in: Any, monkeypatch: pytest.MonkeyPatch, reque
 def made(world: World, memories: list[Any], *, out: bool, chunk_bytes: int) -> CudaCopies:
     world.handles = itertools.count(1000)
     stream = SimpleNamespace(cuda_stream=5)
-    owner: Any = SimpleNamespace(cuda=stream, followers=[], hurry=world.hurry)
+    fail = lambda error: world.calls.append(("it fails", str(REFUSED) in str(error)))  # noqa: E731
+    owner: Any = SimpleNamespace(cuda=stream, followers=[], hurry=world.hurry, fail=fail)
     copies = CudaCopies(torch.device("cpu"), owner, out=out, chunk_bytes=chunk_bytes, ring=4)
     for memory in memories:
         copies.prepare(memory)
@@ -216,14 +217,14 @@ def test_calls_are_those_that_python_makes(
             for copies._loop in (None, loop):
                 copies._turn, world.calls_left, world.hurries = first, refused, list(hurries)
                 copies._late = late
-                copies.behind = [lambda: world.calls.append(("behind it",))] if late else []
+                copies._behind = [lambda: world.calls.append(("behind it",))] if late else []
                 for step, order in zip(copies._steps, orders, strict=True):
                     step.numbers[:] = order if late is not None and step is late.step else -1
                 calls = noted(world, partial(copies.copy, copy), by_c=copies._loop is loop)
                 left = copies._late and (copies._late.number, copies._late.step.turn)
-                found.append((calls, copies._turn, left, len(copies.behind)))
+                found.append((calls, copies._turn, left, len(copies._behind)))
             assert found[0] == found[1]
-            copies.behind.clear()
+            copies._behind.clear()
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_every_byte_goes_where_it_should(
         copy = PageCopy(memory, numbers, there, places, part)
         for one in slices_of(copy, int(rng.choice([1, memory.page_bytes * 3, 1 << 30]))):
             copies.copy(one)
-        assert not copies.is_late
+        assert copies._late is None
         assert (host == want[0]).all()
         assert (device == want[1]).all()
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvstrata.gpu_runtime import adopt
+from kvstrata.gpu_runtime import adopt, cuda_copies
 from kvstrata.gpu_runtime.cuda_chunks import Step
 from kvstrata.gpu_runtime.cuda_copies import CudaCopies
-from kvstrata.gpu_runtime.cuda_driver import CudaCopyError
+from kvstrata.gpu_runtime.cuda_driver import CudaCopyError, check
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy
 
 write_order = Step.write_order
@@ -209,10 +209,10 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
         except CudaCopyError:
             assert fails
         world.calls_left = 0
-        assert not copies.is_late or is_followed or fails
         if world.rng.integers(4) == 0:
             copies.catch_up()
-        if copies.is_late:
+        if copies._late is not None:
+            assert is_followed
             continue
         last = {s.name: world.clock(s).get(s.name, 0) for s in copies.streams}
         for name, number in last.items():
@@ -220,48 +220,70 @@ def test_chunks_and_orders_are_used_in_order(world: World, fails: bool, part_of_
             assert behind >= number, f"the stream is not behind {name}"
 
 
-@pytest.mark.parametrize("follower", ["a copy", "a direct copy", "nothing", "one that fails"])
+@pytest.mark.parametrize("follower", ["a copy", "a direct copy", "new memory", "nothing"])
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("part_of_ten", [1])
 def test_a_followed_copy_ends_with_what_follows(
-    world: World, part_of_ten: int, follower: str
+    world: World, part_of_ten: int, follower: str, fails: bool
 ) -> None:
     """Into the device: its last kernel is launched when the next copy is on the bus, so that this
     does not wait for the host. What is to be behind it comes before any other kernel. A copy that
-    fails meanwhile changes nothing of that."""
+    fails meanwhile changes nothing of that, but leaves no kernel to the next."""
+    del part_of_ten
     pools = [
         adopt([torch.zeros((PAGES, size), dtype=torch.uint8) for _ in range(2)], page_axis=0)
-        for size in (64, 512)
+        for size in (64, 512, *([64] * 10))
     ]
-    del part_of_ten
-    copies = made(world, pools, out=False)
+    copies = made(world, pools[:2], out=False)
     kernels, bus = copies.streams
-    for _ in range(10):
+    now = lambda: (number_of(world, kernels), number_of(world, bus))  # noqa: E731
+    for i in range(10):
         memory, count = pools[0], int(world.rng.integers(1, 20))
         pages, host = np.arange(count), np.zeros((PAGES, memory.page_bytes), np.uint8)
         copies.copy(PageCopy(memory, pages, host, pages, is_followed=True))
-        assert copies.is_late
-        launched, copied = number_of(world, kernels), number_of(world, bus)
-        behind: list[tuple[int, int]] = []
-        now = lambda: (number_of(world, kernels), number_of(world, bus))  # noqa: E731
-        copies.behind.append(lambda behind=behind, now=now: behind.append(now()))
-        if follower == "one that fails":
+        launched, copied = now()
+        behind: list[Any] = []
+        copies.afterwards(lambda behind=behind: behind.append(now()))
+        copies.afterwards(lambda behind=behind: behind.append("and then"))
+        assert not behind
+        if fails:
             world.calls_left = int(world.rng.integers(1, 3))  # before it has copied anything
             with pytest.raises(CudaCopyError):
                 copies.copy(PageCopy(memory, pages, host, pages))
-            assert copies.is_late
-            assert not behind
-            world.calls_left = 0
             copied = number_of(world, bus)
+            assert behind == [(launched + 1, copied), "and then"]
         if follower == "nothing":
             copies.catch_up()
+        elif follower == "new memory":
+            world.instantiated = 0
+            copies.prepare(pools[2 + i])
         else:
-            direct = follower == "a direct copy"
-            memory = pools[direct]
+            memory = pools[follower == "a direct copy"]
             host = np.zeros((PAGES, memory.page_bytes), np.uint8)
-            copies.copy(PageCopy(memory, pages, host, pages, is_followed=direct))
-        assert behind == [(launched + 1, copied + (follower == "a copy"))]
-        assert not copies.is_late
-        assert not copies.behind
+            copies.copy(PageCopy(memory, pages, host, pages))
+        is_copied = follower == "a copy" and not fails
+        assert behind == [(launched + 1, copied + is_copied), "and then"]
+
+
+@pytest.mark.parametrize("part_of_ten", [1])
+def test_a_late_kernel_that_is_refused_breaks_its_stream(world: World, part_of_ten: int) -> None:
+    """Of its copy it was said that it is on its way; the next copy is not believed to be."""
+    del part_of_ten
+    memory = adopt([torch.zeros((PAGES, 64), dtype=torch.uint8) for _ in range(2)], page_axis=0)
+    copies = made(world, [memory], out=False)
+    failures: list[BaseException] = []
+    world.owner.fail = failures.append
+    pages, host = np.arange(9), np.zeros((PAGES, memory.page_bytes), np.uint8)
+    copies.copy(PageCopy(memory, pages, host, pages, is_followed=True))
+    copies.afterwards(lambda: failures.append(AssertionError("it is behind nothing")))
+    driver: Any = cuda_copies.cuda_driver  # the fixture's
+    launch, driver.launch = driver.launch, lambda *_: check(1, "launch")
+    with pytest.raises(CudaCopyError):
+        copies.copy(PageCopy(memory, pages, host, pages))
+    assert [type(failure) for failure in failures] == [CudaCopyError]
+    driver.launch = launch
+    copies.copy(PageCopy(memory, pages, host, pages))
+    assert len(failures) == 1
 
 
 def number_of(world: World, stream: Any) -> int:

@@ -200,6 +200,7 @@ def test_slices_cover_a_copy_once_in_the_order_of_the_host(
     assert pairs == sorted(zip(slots.tolist(), pages.tolist(), strict=True))
     assert all(part.nbytes <= max(most, pool.page_bytes) for part in parts)
     assert len({part.nbytes for part in parts[:-1]}) <= 1
+    assert [part.is_followed for part in parts] == [True] * (len(parts) - 1) + [False]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,9 @@ class CopyStream:
     followers: list[torch.cuda.Stream] = field(default_factory=list)
     hurry: Hurry = field(default_factory=Hurry)
 
+    def fail(self, error: BaseException) -> None:
+        raise error
+
     def wait(self, event: torch.cuda.Event) -> None:
         for stream in (self.cuda, *self.followers):
             stream.wait_event(event)

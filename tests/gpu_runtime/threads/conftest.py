@@ -47,7 +47,7 @@ class FakeCopies:
 
     def __init__(self) -> None:
         self.is_late = False
-        self.behind: list[Callable[[], None]] = []
+        self._behind: list[Callable[[], None]] = []
         self.caught_up: list[str] = []
         """By which threads."""
 
@@ -55,8 +55,14 @@ class FakeCopies:
         if self.is_late:
             self.is_late = False
             self.caught_up.append(threading.current_thread().name)
-            while self.behind:
-                self.behind.pop(0)()
+            while self._behind:
+                self._behind.pop(0)()
+
+    def afterwards(self, what: Callable[[], None]) -> None:
+        if self.is_late:
+            self._behind.append(what)
+        else:
+            what()
 
     def close(self) -> None: ...
 

@@ -42,8 +42,8 @@ def test_what_is_late_does_not_stay_so(
     for one in (event, behind):
         device.await_unless_broken(one.wait)
     assert device._copies_in.caught_up == ["kvstrata-h2d"]
-    (_, first_end), (second_start, _) = device._timeline._spans["h2d"][:2]
-    assert first_end < second_start, "they overlap"
+    (start, first_end), (second_start, end_s) = device._timeline._spans["h2d"][:2]
+    assert start < first_end < second_start < end_s
     assert device._timeline.totals()["h2d"].nbytes == 7
     assert device.fault is None
     if end == "a wait":
@@ -51,9 +51,21 @@ def test_what_is_late_does_not_stay_so(
 
 
 def test_an_event_that_cannot_be_recorded_late_breaks_the_device(device: Any) -> None:
-    """Not the copy that is enqueued meanwhile."""
-    event, _, gate = leave_late(device)
+    """Not the copy that is enqueued meanwhile. Nothing behind it is enqueued: who waits is told."""
+    event, behind, gate = leave_late(device)
     event.cuda.record = 0  # it cannot be called
+    errors: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            device._copies_in.catch_up()
+        except TypeError as error:
+            errors.append(error)
+
+    device.h2d.enqueue(copy)
+    last = device.h2d.record()
     gate.open()
-    with pytest.raises(IntegrityError, match="not callable"):
-        device.await_unless_broken(event.wait)
+    for one in (event, behind, last):
+        with pytest.raises(IntegrityError, match="not callable"):
+            device.join(one)
+    assert not errors

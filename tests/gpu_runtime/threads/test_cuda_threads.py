@@ -58,8 +58,11 @@ def test_order_and_completions(device: Any, registry: Any) -> None:
     assert not registry.registered
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("joins", [True, False])
-def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: bool) -> None:
+def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(
+    device: Any, joins: bool, is_new: bool
+) -> None:
     """As long as it waits; copies the other way go at their pace."""
 
     def enqueue() -> None:
@@ -68,7 +71,7 @@ def test_who_waits_for_a_copy_to_be_enqueued_is_in_a_hurry(device: Any, joins: b
 
     hurry, others = device.h2d.hurry, list[bool]()
     device.h2d.enqueue(enqueue)
-    event = device.h2d.record()
+    event = device.h2d.record(device.h2d.new_event() if is_new else None)
     if joins:
         device.join(event)
     else:
