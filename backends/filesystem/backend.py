@@ -44,6 +44,7 @@ from kvstrata.errors import (
     ClosedError,
     ConfigError,
     KvstrataError,
+    StorageBusyError,
     StorageError,
     StorageFullError,
     Where,
@@ -354,6 +355,8 @@ class FilesystemBackend(StorageBackend):
             if outcome is Outcome.STORED:
                 if request.parent in lost:
                     result = PageResult(Outcome.PARENT_MISSING)
+                elif not self.index.is_current(reservation):
+                    result = failure(StorageBusyError("the index was lost since this was begun"))
                 else:
                     result = self._publish_one(files, request)
                 stored.append(result.outcome is Outcome.STORED)

@@ -59,6 +59,9 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
         return ObjectId(self.namespace, self.key)
 
 
+Announced = tuple[bytes, bytes]
+"""Namespace and key of a frame: a third of the time that `ObjectId` takes in a set."""
+
 encode_manifest = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Entry]).decode
 
@@ -199,23 +202,25 @@ def evict(
     and what that freed.
 
     What a batch announces stays until it is settled, also where another one has stored it: the
-    next page of the batch may be on its way to become its child, of which no row tells yet.
+    next page of the batch may be on its way to become its child, of which no row tells yet. While
+    not all frames have their rows, nothing goes: what looks like a leaf may have children.
     """
     gone: list[ObjectId] = []
     fingerprints: dict[int, bytes] = {}
-    coming = announced(ledger)
+    coming: set[Announced] | None = None
     bound = disk = 0
-    for row in ledger.leaves():
+    for row in ledger.leaves() if ledger.complete else ():
         if bound >= need.bound and disk >= need.disk:
             break
         if row.id in kept:
             continue
+        coming = announced(ledger) if coming is None else coming
         namespace = fingerprints.get(row.ns)
         if namespace is None:
             namespace = fingerprints[row.ns] = ledger.fingerprint(row.ns)
-        name = ObjectId(namespace, row.key)
-        if name in coming:
+        if (namespace, row.key) in coming:
             continue
+        name = ObjectId(namespace, row.key)
         try:
             was_there = files.unlink(name)
         except OSError as error:
@@ -299,10 +304,10 @@ def drop_vanished(ledger: Ledger, files: FrameStore, names: Sequence[ObjectId]) 
     return dropped
 
 
-def announced(ledger: Ledger) -> set[ObjectId]:
+def announced(ledger: Ledger) -> set[Announced]:
     """Frames that some process is publishing now."""
     manifests = ledger.connection.execute("SELECT manifest FROM batches").fetchall()
-    return {entry.object for (manifest,) in manifests for entry in decode_manifest(manifest)}
+    return {(e.namespace, e.key) for (manifest,) in manifests for e in decode_manifest(manifest)}
 
 
 # ── inside ───────────────────────────────────────────────────────────────────────────────────────

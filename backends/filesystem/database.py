@@ -192,14 +192,18 @@ class Database:
         again."""
         if self._closed or self._pid != os.getpid():
             raise ClosedError("the index is closed, or was opened by the parent of this process")
-        if self._connection is None or not self._is_newest():
+        if self._connection is None or not self.is_newest(self.generation):
             with self.hold_root():
                 self._replace()  # or move to what another process has made
         assert self._connection is not None, "connected, or it has raised"
         return self._connection
 
-    def _is_newest(self) -> bool:
-        if os.access(_file_name(self.generation + 1), os.F_OK, dir_fd=self._root_fd):
+    def is_newest(self, generation: int) -> bool:
+        """Whether `generation` is that of this connection, and no other process has made one since.
+        Any thread."""
+        if generation != self.generation or os.access(
+            _file_name(self.generation + 1), os.F_OK, dir_fd=self._root_fd
+        ):
             return False
         try:
             found = os.stat(_file_name(self.generation), dir_fd=self._root_fd)

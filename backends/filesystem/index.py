@@ -185,6 +185,11 @@ class StoreIndex:
         """Write what `touch` and settlements have left."""
         self._run(lambda ledger: None)
 
+    def is_current(self, reservation: Reservation) -> bool:
+        """Whether the index still knows of it: one that was lost since knows of no batch, so that
+        parents may be evicted. No transaction."""
+        return self._database.is_newest(reservation.generation)
+
     def usage(self) -> IndexUsage:
         return self._run(lambda it: IndexUsage(it.used + it.inflight, it.inflight, it.objects))
 
@@ -281,7 +286,7 @@ class StoreIndex:
             there = [
                 frame
                 for frame in found
-                if frame.page.object not in coming and self._files.exists(frame.page.object)
+                if _named(frame.page.object) not in coming and self._files.exists(frame.page.object)
             ]
             entries = [Entry.of(frame.page) for frame in there]
             names = booking.rows_of(ledger, [entry.object for entry in entries])
@@ -305,7 +310,7 @@ class StoreIndex:
                 name
                 for name, row in zip(names, rows, strict=True)
                 if not (row is not None and row.present)
-                and name not in coming
+                and _named(name) not in coming
                 and self._files.exists(name)
             ]
 
@@ -328,7 +333,7 @@ class StoreIndex:
         """Evict what it takes to have room for `need` bytes; what is missing still."""
         missing = limits.missing(ledger, need)
         goal = Missing(missing.bound, max(missing.disk, limits.extra_bytes))
-        if max(goal) <= 0 or (limits.max_bytes and not ledger.complete):
+        if max(goal) <= 0:
             return missing
         gone, freed = booking.evict(ledger, self._files, goal, kept)
         evicted += gone
@@ -361,3 +366,7 @@ class StoreIndex:
                 for debt in settled:
                     self._debts.pop(debt, None)
         return result
+
+
+def _named(name: ObjectId) -> booking.Announced:
+    return name.namespace, name.key

@@ -15,6 +15,7 @@ import pytest
 from kvstrata.backends import BackendContext
 from kvstrata.backends.filesystem import FilesystemBackend, FilesystemOptions
 from kvstrata.backends.filesystem import ledger as ledger_module
+from kvstrata.backends.filesystem.booking import Limits
 from kvstrata.backends.memory import MemoryBackend, MemoryOptions
 from kvstrata.boundary import Outcome
 
@@ -137,6 +138,7 @@ def test_two_batches_with_the_same_pages(disk, make_pages) -> None:
             self.links += 1
             if self.links == 2:  # 1: the probe of `open`
                 meanwhile.append(outcomes(first.write(pages.writes(0, 3))))
+                first.write(make_pages(chain="newer").writes(0, 1))
             elif self.links == 5:
                 meanwhile.append(outcomes(first.write(others.writes(0, 4))))
             os.link(*args, **options)
@@ -145,9 +147,56 @@ def test_two_batches_with_the_same_pages(disk, make_pages) -> None:
     assert outcomes(second.write(pages.writes(0, 4))) == [EXISTS] * 3 + [STORED]
     assert meanwhile == [[STORED] * 3, [STORED] * 3 + [FULL]]
     assert first.exists(pages.names(0, 4)) == [True] * 4
+    newer = make_pages(chain="newer").name(0)
+    assert disk.evicted == [newer], "what is announced is older, and does not end the search"
     assert outcomes(first.write(make_pages(chain="third").writes(0, 6))) == [STORED] * 6
-    assert disk.evicted == [others.name(2), others.name(1), others.name(0)]
+    assert disk.evicted[1:] == [others.name(2), others.name(1), others.name(0)]
     first.check_integrity()
+
+
+def test_an_index_that_is_lost_while_a_batch_is_written(disk, make_pages) -> None:
+    """It knows of no batch, so the parents of the next pages may be gone: they are not stored."""
+    pages, others = make_pages(), make_pages(chain="other")
+    first = disk.open(max_bytes=8 * FRAME)
+
+    class Interrupted:
+        """The module `os`; the index is lost, rebuilt and the store filled after two pages."""
+
+        links = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def link(self, *args: Any, **options: Any) -> None:
+            os.link(*args, **options)
+            self.links += 1
+            if self.links == 3:  # 1: the probe of `open`
+                for path in disk.root.glob("index-v1-*"):
+                    path.unlink()
+                assert first.usage()
+                assert first.wait_for_scan(20)
+                assert outcomes(first.write(others.writes(0, 8))) == [STORED] * 8
+
+    second = disk.open(Interrupted(), max_bytes=8 * FRAME)
+    results = second.write(pages.writes(0, 4))
+    assert outcomes(results) == [STORED, STORED, Outcome.OVERLOADED, PARENT_MISSING]
+    assert "index was lost" in results[2].message
+    assert disk.evicted == [pages.name(1), pages.name(0)]
+    assert disk.used_bytes() == first.usage().used_bytes == 8 * FRAME
+    second.check_integrity()
+
+
+def test_nothing_is_evicted_while_the_index_is_rebuilt(disk, make_pages, monkeypatch) -> None:
+    """What looks like a leaf may have children that were not scanned yet."""
+    backend, pages = disk.open(min_free_bytes="1MiB"), make_pages()
+    assert outcomes(backend.write(pages.writes(0, 3))) == [STORED] * 3
+    monkeypatch.setattr(backend, "_free_bytes", lambda: 0)
+    backend.index._run(lambda ledger: setattr(ledger, "complete", 0))
+    assert backend.write(make_pages(chain="other").writes(0, 1))[0].outcome is FULL
+    assert backend.index.trim(Limits(FRAME), 1 << 30) == []
+    assert backend.exists(pages.names(0, 3)) == [True] * 3
+    backend.index._run(lambda ledger: setattr(ledger, "complete", 1))
+    assert backend.index.trim(Limits(FRAME), 1 << 30) == [pages.name(2), pages.name(1)]
 
 
 def test_clock_that_jumps(disk, make_pages, monkeypatch) -> None:
