@@ -172,9 +172,12 @@ def slices_of(copy: PageCopy, most_bytes: int) -> list[PageCopy]:
     next page lies beside where it found the last.
     """
     most = max(1, most_bytes * len(copy.pages) // copy.nbytes)
-    copy = copy.some(np.argsort(copy.slots))
-    *others, last = (copy.some(slice(at, end)) for at, end in chunks_of(len(copy.pages), most))
-    return [*(replace(one, is_followed=True) for one in others), last]
+    order, count = np.argsort(copy.slots), len(copy.pages)
+    pages, slots = copy.pages[order], copy.slots[order]
+    return [
+        replace(copy, pages=pages[at:end], slots=slots[at:end], is_followed=end < count)
+        for at, end in chunks_of(count, most)
+    ]
 
 
 def objects_of(core: RuntimeCore, keys: KeyRun, component: str) -> list[ObjectId]:

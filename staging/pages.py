@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
 
@@ -316,11 +317,14 @@ class PageTable:
 
 
 def _is_in(states: npt.NDArray[np.uint8], allowed: tuple[PageState, ...]) -> npt.NDArray[np.bool_]:
-    """`np.isin` of few values, in a tenth of its time."""
-    found: npt.NDArray[np.bool_] = states == allowed[0]
-    for state in allowed[1:]:
-        found |= states == state
-    return found
+    """`np.isin` of few values, in a fraction of its time."""
+    return _table_of(allowed)[states]
+
+
+@lru_cache
+def _table_of(allowed: tuple[PageState, ...]) -> npt.NDArray[np.bool_]:
+    """For each state, whether it is one of them."""
+    return np.isin(np.arange(len(PageState)), allowed)
 
 
 def pages_of_runs(runs: tuple[PageRun, ...]) -> Pages:
