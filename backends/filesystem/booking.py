@@ -226,6 +226,7 @@ def evict(
         except OSError as error:
             logger.warning("a frame cannot be evicted: %s", describe(error, name.name))
             continue
+        ledger.unlinked.append(name)
         bound += row.cost
         disk += row.cost if was_there else 0
         ledger.vanish(row)

@@ -14,6 +14,7 @@ are found by the next scan, read or write.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sqlite3
 import threading
@@ -150,6 +151,7 @@ class StoreIndex:
                     logger.warning("a frame cannot be deleted: %s", describe(error, name.name))
                     deleted.append(False)
                 else:
+                    ledger.unlinked.append(name)
                     if row is not None and row.present:
                         ledger.vanish(row)
             return deleted
@@ -342,6 +344,8 @@ class StoreIndex:
     def _run(self, work: Callable[[Ledger], _T]) -> _T:
         """`work` in a transaction, behind all that was left to be written."""
         settled: list[tuple[int, int]] = []
+        gone: list[list[ObjectId]] = []
+        """What no row may be left of, whether this ends well or not."""
 
         def whole(connection: sqlite3.Connection) -> _T:
             with self._lock:
@@ -349,6 +353,7 @@ class StoreIndex:
                 vanished, self._vanished = self._vanished, {}
                 debts = dict(self._debts)
             ledger = Ledger(connection)
+            gone.extend((list(vanished), ledger.unlinked))
             if touched:
                 ledger.touch(touched)
             for debt, (reservation, stored) in debts.items():
@@ -360,7 +365,11 @@ class StoreIndex:
             ledger.flush()
             return result
 
-        result = self._database.run(whole)
+        try:
+            result = self._database.run(whole)
+        except BaseException:
+            self.touch((), itertools.chain.from_iterable(gone))
+            raise
         if settled:
             with self._lock:
                 for debt in settled:

@@ -89,6 +89,8 @@ class Ledger:
         self._new: dict[int, Row] = {}
         self._dirty: dict[int, Row] = {}
         self._removed: set[int] = set()
+        self.unlinked: list[ObjectId] = []
+        """Frames whose files went, which a transaction that fails does not bring back."""
         self._heap: list[tuple[int, int]] = []
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstrata.backends import ObjectId
@@ -74,9 +76,29 @@ def _write(path: Path, lines: Sequence[bytes]) -> Trace:
 
 @pytest.fixture(scope="session")
 def trace_lines() -> list[bytes]:
-    """The first lines of the real trace where it is, else the shipped one."""
-    path = REAL_TRACE if REAL_TRACE.exists() else shipped_trace()
-    return path.read_bytes().splitlines(keepends=True)[:2000]
+    """The first lines of the real trace where it is, else as many that are like them."""
+    if REAL_TRACE.exists():
+        return REAL_TRACE.read_bytes().splitlines(keepends=True)[:2000]
+    return list(_like_the_real_trace(np.random.default_rng(1), 2000))
+
+
+def _like_the_real_trace(rng: np.random.Generator, count: int) -> Iterator[bytes]:
+    """All requests begin with one block; three in ten go on with one of before, often an old one.
+    Of the others half are longer than 16 blocks, and a tenth than 58."""
+    before: list[list[int]] = []
+    numbers = itertools.count(1)
+    for i in range(count):
+        if rng.random() < (0.28 if i > 120 else 0.05) and before:
+            which = int(len(before) * rng.random() ** 4)
+            ids = before[which] + list(itertools.islice(numbers, int(rng.integers(1, 9))))
+            before[which] = ids
+        else:
+            length = int(np.clip(rng.lognormal(np.log(16), 1.0), 2, 200))
+            ids = [0, *itertools.islice(numbers, length - 1)]
+            before.append(ids)
+        length = 512 * len(ids) - int(rng.integers(512))
+        request = {"timestamp": 335 * i, "input_length": length, "hash_ids": ids}
+        yield json.dumps(request | {"output_length": int(rng.integers(25, 600))}).encode() + b"\n"
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,6 +20,7 @@ from kvstrata.backends.filesystem import ledger as ledger_module
 from kvstrata.backends.filesystem.booking import Limits
 from kvstrata.backends.memory import MemoryBackend, MemoryOptions
 from kvstrata.boundary import Outcome
+from kvstrata.errors import StorageFullError
 
 LOADED, STORED, EXISTS = Outcome.LOADED, Outcome.STORED, Outcome.EXISTS
 MISSING, FULL, PARENT_MISSING = Outcome.MISSING, Outcome.FULL, Outcome.PARENT_MISSING
@@ -197,6 +200,20 @@ def test_nothing_is_evicted_while_the_index_is_rebuilt(disk, make_pages, monkeyp
     assert backend.exists(pages.names(0, 3)) == [True] * 3
     backend.index._run(lambda ledger: setattr(ledger, "complete", 1))
     assert backend.index.trim(Limits(FRAME), 1 << 30) == [pages.name(2), pages.name(1)]
+
+
+def test_an_eviction_whose_transaction_fails(disk, make_pages, monkeypatch) -> None:
+    """Its rows come back, the frames do not: the next one knows."""
+    backend = disk.open(max_bytes=2 * FRAME)
+    for c in "ab":
+        backend.write(make_pages(chain=c).writes(0, 1))
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+    monkeypatch.setattr(ledger_module.Ledger, "flush", MagicMock(side_effect=full))
+    with pytest.raises(StorageFullError):
+        backend.write(make_pages(chain="c").writes(0, 1))
+    monkeypatch.undo()
+    assert disk.used_bytes() == backend.usage().used_bytes == FRAME
 
 
 def test_clock_that_jumps(disk, make_pages, monkeypatch) -> None:
