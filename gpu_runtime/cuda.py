@@ -73,7 +73,6 @@ class CudaStream(CpuStream):
         self, name: str, timeline: Timeline, device: CudaDevice, *, copies: bool = False
     ) -> None:
         self._device = device
-        self._for_copies = copies
         self._has_failed = False
         self.cuda = torch.cuda.Stream(device.torch_device, priority=-1 if copies else 0)
         self._after: list[Event] = []
@@ -93,7 +92,7 @@ class CudaStream(CpuStream):
 
     def new_event(self) -> CudaEvent:
         """Somebody waits for it. Behind a copy, what is left to wait for is one slice at most."""
-        return CudaEvent(self.hurry, spins=self._for_copies)
+        return CudaEvent(self.hurry, spins=self.copies is not None)
 
     def record(self, event: Event | None = None) -> Event:
         return super().record(event or CudaEvent(self.hurry))
@@ -139,7 +138,7 @@ class CudaStream(CpuStream):
     def _work_now(self, work: Callable[[], None], nbytes: int) -> None:
         span = self._spare_spans.popleft() if self._spare_spans else _Span(self.cuda)
         span.nbytes = nbytes
-        may_block = not self._for_copies  # a model's launches fill the stream
+        may_block = self.copies is None  # a model's launches fill the stream
         self._afterwards(partial(span.start.record, self.cuda, may_block=may_block))
         work()
         self._afterwards(partial(self._end, span, may_block=may_block))
@@ -161,8 +160,8 @@ class CudaStream(CpuStream):
 
     def _wait_now(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), "events of one device only"
-        self._catch_up()
-        if self._for_copies:
+        if self.copies is not None:
+            self.copies.catch_up()
             self.hurry.sleep_until(event, self._device.await_unless_broken)
         self._device.await_recorded(event)
         for stream in (self.cuda, *self.followers):

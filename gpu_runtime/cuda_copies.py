@@ -42,13 +42,7 @@ import torch
 from kvstrata.errors import ConfigError, Where
 from kvstrata.gpu_runtime import cuda_driver
 from kvstrata.gpu_runtime.chunk_kernels import HAS_TRITON, ORDER_PAGES, capture, new_steps
-from kvstrata.gpu_runtime.cuda_chunks import (
-    PAUSE,
-    ChunkLoop,
-    Step,
-    borders_of,
-    compiled,
-)
+from kvstrata.gpu_runtime.cuda_chunks import PAUSE, ChunkLoop, Step, borders_of, compiled
 from kvstrata.gpu_runtime.cuda_driver import Numbers
 from kvstrata.gpu_runtime.cuda_events import ReusedEvent
 from kvstrata.gpu_runtime.device_pages import DevicePages, PageCopy, host_runs
@@ -218,8 +212,7 @@ class CudaCopies:
                 remedy="make pages smaller, or chunks larger",
             )
         if not self._steps:
-            ring = self._ring, self._chunk_bytes, self._kernels, self._bus
-            steps = new_steps(self._device, *ring)
+            steps = new_steps(self._device, self._ring, self._chunk_bytes, self._kernels, self._bus)
             function = compiled() if HAS_TRITON and self.batched else None
             if function is not None:
                 self._loop = ChunkLoop(function, steps, self._owner.hurry, most_pages=ORDER_PAGES)

@@ -14,7 +14,6 @@ are found by the next scan, read or write.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sqlite3
 import threading
@@ -344,7 +343,7 @@ class StoreIndex:
     def _run(self, work: Callable[[Ledger], _T]) -> _T:
         """`work` in a transaction, behind all that was left to be written."""
         settled: list[tuple[int, int]] = []
-        gone: list[list[ObjectId]] = []
+        gone: list[ObjectId] = []
         """What no row may be left of, whether this ends well or not."""
 
         def whole(connection: sqlite3.Connection) -> _T:
@@ -353,7 +352,8 @@ class StoreIndex:
                 vanished, self._vanished = self._vanished, {}
                 debts = dict(self._debts)
             ledger = Ledger(connection)
-            gone.extend((list(vanished), ledger.unlinked))
+            gone.extend(vanished)
+            ledger.unlinked = gone
             if touched:
                 ledger.touch(touched)
             for debt, (reservation, stored) in debts.items():
@@ -368,7 +368,7 @@ class StoreIndex:
         try:
             result = self._database.run(whole)
         except BaseException:
-            self.touch((), itertools.chain.from_iterable(gone))
+            self.touch((), gone)
             raise
         if settled:
             with self._lock:
